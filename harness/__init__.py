@@ -1,0 +1,1 @@
+"""Core of the application: settings, records, git plumbing, run store, sandbox. Knows nothing above it."""

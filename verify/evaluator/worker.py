@@ -104,7 +104,7 @@ class WorkerError(WorkerFailure):
 class SharedBuffer:
     """One anonymous shared mapping with a bump allocator; owned by the evaluator.
 
-    The file is sealed against growing and shrinking: a worker that could truncate it could kill the evaluator by SIGBUS.
+    The file is sealed against growing and shrinking: truncation by a worker could kill the evaluator by SIGBUS.
     """
 
     def __init__(self, nbytes: int) -> None:

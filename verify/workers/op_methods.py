@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 from verify.workers.main import Method, Session
@@ -12,14 +11,8 @@ __all__ = ["METHODS"]
 
 
 def ping(session: Session, **echo: Any) -> dict[str, Any]:
-    """Answer with what was asked: proves the channel and the process, nothing else."""
-    return {
-        "pid": os.getpid(),
-        "kind": session.kind,
-        "threads": session.threads,
-        "echo": echo,
-        "clock": time.perf_counter(),
-    }
+    """Answer with what was asked and where the worker's code comes from; touches no candidate code."""
+    return {"pid": os.getpid(), "kind": session.kind, "threads": session.threads, "echo": echo, "source": __file__}
 
 
 METHODS: dict[str, Method] = {"op.ping": ping}

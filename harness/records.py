@@ -156,12 +156,15 @@ class Cell(Record):
     tokens: int = Field(default=1, ge=1)
     """Query tokens per request (1 + drafts)."""
     workload: str = "decode"
+    layout: str | None = None
+    """Parallel layout such as `tp8.dcp1`; null on targets that have one layout."""
 
     @property
     def key(self) -> str:
         """Stable text key, e.g. `step/b8/c256/t1/decode`."""
         context = "c-" if self.context is None else f"c{self.context}"
-        return f"{self.scope}/b{self.batch}/{context}/t{self.tokens}/{self.workload}"
+        layout = "" if self.layout is None else f"/{self.layout}"
+        return f"{self.scope}/b{self.batch}/{context}/t{self.tokens}/{self.workload}{layout}"
 
 
 class Verdict(Record):

@@ -1,0 +1,438 @@
+"""`harness.toml` as validated data: scope table, audit policies, tiers, targets and their matrices.
+
+Everything is resolved once here; gates see only frozen objects. The module knows no op, kernel or geometry (the
+layers above check those names against `k3_backend`) and reads nothing from the environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from harness import globs, toml
+from harness.errors import FasttrackError
+from harness.records import Cell, Digest, EvidenceClass, GateName, Record
+from harness.toml import At
+
+__all__ = [
+    "PROTECTED_ALWAYS", "AuditPolicy", "BuildLimits", "Cost", "Layout", "PerfPolicy", "Prune", "PrunedMatrix",
+    "Scope", "ScopeLimits", "Settings", "Target", "Tier", "load",
+]  # fmt: skip
+
+PROTECTED_ALWAYS = (
+    "fasttrack/**", "agents/**", "reports/**", "verify/**", "harness/**", "tests/**", "prompts/**", "tasks/**",
+    "docs/**", ".ci/**", ".git/**", "*",
+    "k3_backend/*", "k3_backend/ops/**", "k3_backend/model/**", "k3_backend/step/**", "k3_backend/aot/**",
+    "k3_backend/vllm_plugin/**",
+)  # fmt: skip
+"""Judging code, its inputs and its configuration: no settings file can make these editable. `*` is the root's files."""
+
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9_.+-]+$")]
+Glob = Annotated[str, Field(min_length=1)]
+T = TypeVar("T")
+
+
+def _unique_ascending(values: tuple[int, ...], what: str) -> tuple[int, ...]:
+    if not values:
+        raise At((), f"{what} is empty; a matrix needs at least one value")
+    for index, (before, after) in enumerate(zip(values, values[1:], strict=False), start=1):
+        if after == before:
+            raise At((index,), f"{what} lists {after} twice")
+        if after < before:
+            raise At((index,), f"{what} must ascend, {after} follows {before}")
+    return values
+
+
+def _unique(values: tuple[str, ...]) -> tuple[str, ...]:
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise At((index,), f"{value!r} is listed twice")
+    return values
+
+
+class ScopeLimits(Record):
+    """How large a change may be before a person has to look first."""
+
+    files: PositiveInt
+    """Changed files per candidate."""
+    file_bytes: PositiveInt
+    """Bytes per changed file."""
+    line_chars: PositiveInt
+    """Characters per line: generated or packed code is not reviewable."""
+
+
+class Scope(Record):
+    """Which paths a candidate may change, and what its files may contain."""
+
+    editable: tuple[Glob, ...]
+    protected: tuple[Glob, ...]
+    """Documents what is protected by name. All that is not editable is protected in any case."""
+    python_imports: tuple[Name, ...]
+    """Top-level modules that Python files under the editable paths may import."""
+    cpp_includes: tuple[str, ...]
+    """Headers that C++ files under the editable paths may include, besides headers of the same tree."""
+    limits: ScopeLimits
+
+    @field_validator("editable", "protected", "python_imports", "cpp_includes")
+    @classmethod
+    def _listed_once(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        if not values:
+            raise At((), "the list is empty")
+        return _unique(values)
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Scope:
+        for name in ("editable", "protected"):
+            for index, glob in enumerate(getattr(self, name)):
+                if problem := globs.problem(glob):
+                    raise At((name, index), f"{glob!r} {problem}")
+        for index, glob in enumerate(self.editable):
+            for guarded in (*PROTECTED_ALWAYS, *self.protected):
+                if globs.overlap(glob, guarded):
+                    raise At(("editable", index), f"{glob!r} is editable and also protected by {guarded!r}")
+        return self
+
+    def is_editable(self, path: str) -> bool:
+        """Whether a repository path may be changed by a candidate."""
+        return any(globs.matches(glob, path) for glob in self.editable)
+
+
+class AuditPolicy(Record):
+    """What a compiled host object may contain."""
+
+    undefined_symbols: tuple[Name, ...]
+    needed_libraries: tuple[Name, ...]
+    constructors: Annotated[int, Field(ge=0, strict=True)]
+    """Entries of the init and fini arrays."""
+    writable_bytes: Annotated[int, Field(ge=0, strict=True)]
+    """Bytes of writable data (.data, .bss, .tdata, .tbss) that stay writable after relocation."""
+
+    @field_validator("undefined_symbols", "needed_libraries")
+    @classmethod
+    def _listed_once(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        return _unique(values)
+
+
+class BuildLimits(Record):
+    """Bounds of one sandboxed compiler run."""
+
+    seconds: PositiveInt
+    memory_bytes: PositiveInt
+    """Private memory per process."""
+    processes: PositiveInt
+    output_bytes: PositiveInt
+    """Largest file the compiler may write."""
+
+
+class Tier(Record):
+    """Which part of a matrix is evaluated, with how many samples, in which time."""
+
+    name: Name
+    batches: tuple[PositiveInt, ...] | Literal["all"]
+    contexts: PositiveInt | Literal["all"]
+    """The N shortest contexts of the target, or all."""
+    kernel_cases: PositiveInt
+    """Secret input draws per op and input class."""
+    perf_blocks: PositiveInt
+    eval_samples: PositiveInt
+    minutes: PositiveInt
+
+    @field_validator("batches")
+    @classmethod
+    def _ascending(cls, values: tuple[int, ...] | Literal["all"]) -> tuple[int, ...] | Literal["all"]:
+        return values if values == "all" else _unique_ascending(values, "batches")
+
+
+class Layout(Record):
+    """A parallel layout. Small targets time one rank's shapes on fewer GPUs than ranks."""
+
+    tp: PositiveInt
+    dcp: PositiveInt
+    gpus: PositiveInt | None = None
+    """GPUs on which the layout's rank shapes are measured; null: one per rank."""
+
+    @property
+    def key(self) -> str:
+        """For example `tp8.dcp1` or `tp8.dcp1.gpus2`."""
+        return f"tp{self.tp}.dcp{self.dcp}" + (f".gpus{self.gpus}" if self.gpus else "")
+
+
+class Prune(Record):
+    """A stated reason to leave cells out: a cell goes when every condition that is given holds for it."""
+
+    reason: Annotated[str, Field(min_length=10)]
+    workloads: tuple[Name, ...] | None = None
+    """The cell's workload is one of these."""
+    context_above: PositiveInt | None = None
+    """Cached tokens per request are more than this."""
+    context_below: PositiveInt | None = None
+    batch_above: PositiveInt | None = None
+    drafts_above: Annotated[int, Field(ge=0, strict=True)] | None = None
+    dcp_above: PositiveInt | None = None
+    cached_tokens_above: PositiveInt | None = None
+    """batch * context / dcp, the cached tokens that one rank holds, is more than this."""
+
+    @model_validator(mode="after")
+    def _has_condition(self) -> Prune:
+        if len(self.model_fields_set) < 2:
+            raise ValueError("a prune rule without conditions removes every cell")
+        return self
+
+    def applies(self, layout: Layout, cell: Cell) -> bool:
+        """Whether the rule removes the cell."""
+        context = cell.context or 0
+        held = (
+            self.workloads is None or cell.workload in self.workloads,
+            self.context_above is None or context > self.context_above,
+            self.context_below is None or context < self.context_below,
+            self.batch_above is None or cell.batch > self.batch_above,
+            self.drafts_above is None or cell.tokens - 1 > self.drafts_above,
+            self.dcp_above is None or layout.dcp > self.dcp_above,
+            self.cached_tokens_above is None or cell.batch * context // layout.dcp > self.cached_tokens_above,
+        )
+        return all(held)
+
+
+class PerfPolicy(Record):
+    """Constants of the performance decision, declared before any run."""
+
+    not_slower_band: Fraction
+    """Largest loss that "not slower" allows, as a fraction."""
+    alpha_per_run: Fraction
+    """Probability of a false accept per run, over all its candidates."""
+
+
+class PrunedMatrix(NamedTuple):
+    """A matrix after pruning, with the account of what went."""
+
+    cells: tuple[Cell, ...]
+    total: int
+    """Cells before pruning."""
+    pruned: tuple[int, ...]
+    """Per prune rule, in file order: cells that it was the first to remove."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a tier's perf matrix asks for, before it runs."""
+
+    cells: int
+    blocks: int
+    measurements: int
+    """Timed cell visits: cells * blocks * 3 arms, plus one A/A pass over the cells."""
+    minutes: int
+    """The tier's time limit for the whole verification."""
+
+
+class Target(Record):
+    """A kind of machine, a geometry, and the matrix in which candidates are judged there."""
+
+    name: Name
+    device: Literal["cpu", "cuda"]
+    archs: tuple[Name, ...]
+    geometry: Name
+    layouts: tuple[Layout, ...]
+    batches: tuple[PositiveInt, ...]
+    contexts: tuple[PositiveInt, ...]
+    drafts: tuple[Annotated[int, Field(ge=0, strict=True)], ...]
+    """Draft tokens per request: the speculation settings that must work."""
+    workloads: tuple[Name, ...]
+    perf_drafts: tuple[Annotated[int, Field(ge=0, strict=True)], ...]
+    """The subset of `drafts` that is timed."""
+    perf_workloads: tuple[Name, ...]
+    required: dict[GateName, EvidenceClass]
+    """Gates that must pass for accept, with the class of evidence each needs."""
+    perf: PerfPolicy
+    prune: tuple[Prune, ...] = ()
+
+    @field_validator("batches", "contexts", "drafts", "perf_drafts")
+    @classmethod
+    def _ascending(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        return _unique_ascending(values, "the axis")
+
+    @field_validator("archs", "workloads", "perf_workloads")
+    @classmethod
+    def _listed_once(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        if not values:
+            raise At((), "the list is empty")
+        return _unique(values)
+
+    @field_validator("layouts")
+    @classmethod
+    def _layouts(cls, values: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        if not values:
+            raise At((), "layouts is empty; a matrix needs at least one layout")
+        for index, layout in enumerate(values):
+            if layout in values[:index]:
+                raise At((index,), f"layout {layout.key} is listed twice: its cells would be counted twice")
+            if layout.tp % layout.dcp:
+                raise At((index,), f"dcp {layout.dcp} does not divide tp {layout.tp}")
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Target:
+        for name, values, axis in (
+            ("perf_drafts", self.perf_drafts, self.drafts),
+            ("perf_workloads", self.perf_workloads, self.workloads),
+        ):
+            for index, value in enumerate(values):
+                if value not in axis:
+                    raise At((name, index), f"{value!r} is not one of the target's {name.removeprefix('perf_')} {list(axis)}")
+        if not self.required:
+            raise At(("required",), "no gate is required; accept would mean nothing")
+        matrix = self._prune(self._product(self.batches, self.contexts, self.drafts, self.workloads))
+        for index, count in enumerate(matrix.pruned):
+            if not count:
+                raise At(("prune", index), "the rule removes no cell that an earlier rule left; drop it or correct it")
+        if not self._prune(self._product(self.batches, self.contexts, self.perf_drafts, self.perf_workloads)).cells:
+            raise At(("prune",), "the prune rules leave no cell to measure")
+        return self
+
+    def full_matrix(self) -> PrunedMatrix:
+        """Every supported cell, all drafts and workloads included, after pruning."""
+        return self._prune(self._product(self.batches, self.contexts, self.drafts, self.workloads))
+
+    def cells(self, tier: Tier) -> tuple[Cell, ...]:
+        """The cells that the perf gate measures in a tier, in `step` scope, after pruning. Never empty."""
+        return self._prune(
+            self._product(self.batches_of(tier), self.contexts_of(tier), self.perf_drafts, self.perf_workloads)
+        ).cells
+
+    def batches_of(self, tier: Tier) -> tuple[int, ...]:
+        """Batch sizes of a tier on this target."""
+        return self.batches if tier.batches == "all" else tier.batches
+
+    def contexts_of(self, tier: Tier) -> tuple[int, ...]:
+        """Contexts of a tier on this target, in cached tokens per request."""
+        return self.contexts if tier.contexts == "all" else self.contexts[: tier.contexts]
+
+    def cost(self, tier: Tier) -> Cost:
+        """What the tier's perf matrix asks for."""
+        cells = len(self.cells(tier))
+        return Cost(cells, tier.perf_blocks, cells * (3 * tier.perf_blocks + 1), tier.minutes)
+
+    def _product(
+        self, batches: tuple[int, ...], contexts: tuple[int, ...], drafts: tuple[int, ...], workloads: tuple[str, ...]
+    ) -> Iterator[tuple[Layout, Cell]]:
+        for layout, workload, draft, context, batch in product(self.layouts, workloads, drafts, contexts, batches):
+            key = layout.key if len(self.layouts) > 1 else None
+            yield layout, Cell(scope="step", batch=batch, context=context, tokens=1 + draft, workload=workload, layout=key)
+
+    def _prune(self, cells: Iterator[tuple[Layout, Cell]]) -> PrunedMatrix:
+        kept: list[Cell] = []
+        counts = [0] * len(self.prune)
+        for layout, cell in cells:
+            first = next((i for i, rule in enumerate(self.prune) if rule.applies(layout, cell)), None)
+            if first is None:
+                kept.append(cell)
+            else:
+                counts[first] += 1
+        return PrunedMatrix(tuple(kept), len(kept) + sum(counts), tuple(counts))
+
+
+class Settings(Record):
+    """The whole of `harness.toml`."""
+
+    version: Literal[1]
+    scope: Scope
+    build: BuildLimits
+    audit: dict[Literal["cpu"], AuditPolicy]
+    tiers: dict[Name, Tier]
+    targets: dict[Name, Target]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_from_keys(cls, data: object) -> object:
+        """Tables do not repeat their own name; the records carry it."""
+        if not isinstance(data, dict):
+            return data
+        resolved = dict(data)
+        for table in ("tiers", "targets"):
+            entries = resolved.get(table)
+            if not isinstance(entries, dict):
+                continue
+            for key, entry in entries.items():
+                if isinstance(entry, dict) and "name" in entry:
+                    raise At((table, key, "name"), "unknown key")
+            resolved[table] = {k: {**v, "name": k} if isinstance(v, dict) else v for k, v in entries.items()}
+        return resolved
+
+    @model_validator(mode="after")
+    def _tiers_fit_targets(self) -> Settings:
+        for kind, table in (("tier", self.tiers), ("target", self.targets)):
+            if not table:
+                raise At((f"{kind}s",), f"no {kind} is declared")
+        for tier in self.tiers.values():
+            for target in self.targets.values():
+                missing = [b for b in target.batches_of(tier) if b not in target.batches]
+                if missing:
+                    index = tier.batches.index(missing[0])
+                    raise At(
+                        ("tiers", tier.name, "batches", index),
+                        f"batch {missing[0]} is not in the batches of target {target.name}",
+                    )
+                if not target.cells(tier):
+                    raise At(("tiers", tier.name), f"the tier has no cell on target {target.name}")
+        for target in self.targets.values():
+            if "audit" in target.required and target.device == "cpu" and "cpu" not in self.audit:
+                raise At(("targets", target.name, "required", "audit"), "needs the table [audit.cpu]")
+        return self
+
+    def target(self, name: str) -> Target:
+        """The target of that name.
+
+        Raises:
+            FasttrackError: unknown name.
+        """
+        return _lookup(self.targets, name, "target", "fasttrack targets")
+
+    def tier(self, name: str) -> Tier:
+        """The tier of that name.
+
+        Raises:
+            FasttrackError: unknown name.
+        """
+        return _lookup(self.tiers, name, "tier", "fasttrack targets")
+
+
+def _lookup(table: dict[str, T], name: str, kind: str, command: str) -> T:
+    try:
+        return table[name]
+    except KeyError:
+        raise FasttrackError(f"unknown {kind} {name!r}", where=f"--{kind}", expected=f"one of {', '.join(table)}", next=command) from None
+
+
+class LoadedSettings(NamedTuple):
+    """Settings with the digest of the file that they came from."""
+
+    settings: Settings
+    sha256: Digest
+
+
+def load(path: Path) -> Settings:
+    """Read, validate and resolve a settings file.
+
+    Args:
+        path: `harness.toml`, or the folder that holds it.
+
+    Raises:
+        FasttrackError: unreadable file, broken TOML, unknown key, empty matrix, contradiction; names file and line.
+    """
+    return load_with_digest(path).settings
+
+
+def load_with_digest(path: Path) -> LoadedSettings:
+    """As `load`, together with the sha256 of the file's bytes."""
+    if path.is_dir():
+        path = path / "harness.toml"
+    document = toml.read(path, path.name)
+    settings = toml.validate(Settings, document, next=f"edit {path.name}, then: fasttrack targets")
+    return LoadedSettings(settings, hashlib.sha256(path.read_bytes()).hexdigest())

@@ -1,0 +1,1 @@
+"""Proposers: where candidates come from. Each is judged alike; none can influence how."""

@@ -1,0 +1,286 @@
+"""The decode step as data: which op runs where, in which order, on which named buffers.
+
+Both arms of a step execute this one program. It decides data flow and op attributes; it computes nothing itself and
+knows nothing of batches, devices or kernels. Every activation, state and metadata argument of an op is bound to a
+named buffer; constants come from `ModelWeights.constants(site.layer, site.name)`. An argument is its buffer viewed in
+the shape that the op's interface names (`[M, W]` and `[1, M, W]` are the same bytes), so a step needs one allocation
+per buffer name.
+
+Before the first site the caller fills `prefix` with the token embeddings; after the last one `hidden` holds the
+model's output with `model.norm` applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from k3_backend.geometry import Geometry
+from k3_backend.model.batch import Batch
+from k3_backend.ops import OPS
+from k3_backend.ops.interface import DType, Shape
+
+__all__ = [
+    "BATCH_FIELDS",
+    "DTYPES",
+    "Buffer",
+    "OpFunction",
+    "Site",
+    "allocate_buffers",
+    "batch_fields",
+    "bind",
+    "decode_program",
+    "execute",
+    "step_buffers",
+]
+
+DTYPES: dict[DType, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "u8": torch.uint8,
+}
+BATCH_FIELDS = ("slots", "accepted", "block_table", "seq_lens", "slot_mapping")
+"""Bindings that are fields of the batch."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One op call of the decode step."""
+
+    layer: int | None
+    """0-based layer; None after the last one."""
+    op: str
+    """Key of `k3_backend.ops.OPS`."""
+    name: str
+    """Site name within the layer, such as `attn_res.mlp`; the key of its constants."""
+    attrs: dict[str, int | float]
+    """The op's attributes."""
+    bindings: dict[str, str]
+    """Argument name -> step buffer, batch field or state pool (`state.0`). Constants are not listed."""
+
+    @property
+    def key(self) -> str:
+        """Unique name within the program: `7.attn_res.mlp`, `final.attn_res.final`."""
+        return f"{'final' if self.layer is None else self.layer}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One step buffer."""
+
+    name: str
+    shape: Shape
+    dtype: DType
+
+
+def step_buffers(g: Geometry, rows: int) -> tuple[Buffer, ...]:
+    """Every buffer that the program of a geometry binds beside batch fields and state pools, for M = rows."""
+    m = rows
+    return (
+        Buffer("prefix", (m, g.hidden), "bf16"),
+        Buffer("delta", (m, g.hidden), "bf16"),
+        Buffer("blocks", (m, g.attn_res_blocks, g.hidden), "bf16"),
+        Buffer("x", (m, g.hidden), "bf16"),
+        Buffer("kda_proj", (m, g.kda_proj_rows), "bf16"),
+        Buffer("kda_out", (m, g.kda_width), "bf16"),
+        Buffer("mla_proj", (m, g.mla_proj_rows), "bf16"),
+        Buffer("query", (m, g.heads, g.mla_row), "bf16"),
+        Buffer("partial", (1, m, g.heads, g.kv_lora), "bf16"),
+        Buffer("lse", (1, m, g.heads), "f32"),
+        Buffer("mla_out", (m, g.mla_width), "bf16"),
+        Buffer("topk_ids", (m, g.top_k), "i32"),
+        Buffer("topk_weights", (m, g.top_k), "f32"),
+        Buffer("latent", (m, g.latent), "bf16"),
+        Buffer("hidden", (m, g.hidden), "bf16"),
+    )
+
+
+def allocate_buffers(g: Geometry, rows: int) -> dict[str, Tensor]:
+    """Step buffers as zeroed tensors."""
+    return {b.name: torch.zeros(b.shape, dtype=DTYPES[b.dtype]) for b in step_buffers(g, rows)}
+
+
+@lru_cache(maxsize=64)
+def decode_program(g: Geometry, tokens: int = 1, expert_format: str = "bf16") -> tuple[Site, ...]:
+    """The sites of one decode step in execution order.
+
+    Args:
+        g: the model's dimensions.
+        tokens: T, query tokens per request; 1 is plain decode.
+        expert_format: `bf16` or `mxfp4`, the format of the routed experts.
+    """
+    sites: list[Site] = []
+    for layer in range(g.layers):
+        sites += _attention(g, layer, tokens)
+        sites += _mlp(g, layer, expert_format)
+    sites.append(_attn_res(g, None, "attn_res.final", "hidden", add_delta=1, sources=g.attn_res_blocks, round_mix=1))
+    return tuple(sites)
+
+
+def _attn_res(
+    g: Geometry,
+    layer: int | None,
+    name: str,
+    out: str,
+    *,
+    sources: int,
+    add_delta: int = 0,
+    write_block: int = -1,
+    round_mix: int = 0,
+) -> Site:
+    bindings = {"prefix": "prefix", "blocks": "blocks", "out": out}
+    if add_delta:
+        bindings["delta"] = "delta"
+    attrs: dict[str, int | float] = {
+        "add_delta": add_delta,
+        "write_block": write_block,
+        "sources": sources,
+        "round_mix": round_mix,
+        "eps": g.eps,
+    }
+    return Site(layer, "attn_res", name, attrs, bindings)
+
+
+def _attention(g: Geometry, layer: int, tokens: int) -> list[Site]:
+    block = layer // g.attn_res_block if g.writes_block(layer) else -1
+    kind = g.kind(layer)
+    head = [
+        _attn_res(
+            g, layer, "attn_res.attention", "x", add_delta=int(layer > 0), write_block=block,
+            sources=g.attn_sources(layer),
+        ),
+        Site(layer, "input_projection", "input_projection", {}, {"x": "x", "out": f"{kind}_proj"}),
+    ]  # fmt: skip
+    mixer = _kda(g, layer) if kind == "kda" else _mla(g, layer, tokens)
+    restart: dict[str, int | float] = {"restart": int(g.writes_block(layer))}
+    tail = Site(layer, "oproj_allreduce", "oproj_allreduce", restart, {"x": f"{kind}_out", "prefix": "prefix"})
+    return [*head, *mixer, tail]
+
+
+def _kda(g: Geometry, layer: int) -> list[Site]:
+    attrs: dict[str, int | float] = {"gate_lower_bound": g.gate_lower_bound, "eps": g.eps, "l2_eps": g.l2_eps}
+    bindings = {
+        "proj": "kda_proj",
+        "slots": "slots",
+        "accepted": "accepted",
+        "conv_state": f"conv_state.{layer}",
+        "state": f"state.{layer}",
+        "out": "kda_out",
+    }
+    return [Site(layer, "kda_decode", "kda_decode", attrs, bindings)]
+
+
+def _mla(g: Geometry, layer: int, tokens: int) -> list[Site]:
+    cache = f"kv_cache.{layer}"
+    core: dict[str, int | float] = {
+        "tokens": tokens,
+        "scale": float((g.nope + g.pe) ** -0.5),
+        "dcp_rank": 0,
+        "dcp_size": 1,
+        "interleave": 1,
+    }
+    return [
+        Site(
+            layer, "mla_query", "mla_query", {"eps": g.eps},
+            {"proj": "mla_proj", "slot_mapping": "slot_mapping", "query": "query", "kv_cache": cache},
+        ),
+        Site(
+            layer, "mla_decode", "mla_decode", core,
+            {"query": "query", "kv_cache": cache, "block_table": "block_table", "seq_lens": "seq_lens",
+             "out": "partial", "lse": "lse"},
+        ),
+        Site(
+            layer, "mla_value", "mla_value", {"gate_offset": g.q_lora + g.mla_row},
+            {"partial": "partial", "lse": "lse", "proj": "mla_proj", "out": "mla_out"},
+        ),
+    ]  # fmt: skip
+
+
+def _mlp(g: Geometry, layer: int, expert_format: str) -> list[Site]:
+    mix = _attn_res(g, layer, "attn_res.mlp", "x", sources=g.mlp_sources(layer))
+    situ: dict[str, int | float] = {"beta": g.situ_beta, "linear_beta": g.situ_linear_beta}
+    if layer == 0:
+        return [mix, Site(layer, "dense_mlp", "dense_mlp", situ, {"x": "x", "out": "delta"})]
+    routing = {"topk_ids": "topk_ids", "topk_weights": "topk_weights", "latent": "latent"}
+    experts = {"expert_format": int(expert_format == "mxfp4"), "eps": g.eps, **situ}
+    return [
+        mix,
+        Site(layer, "moe_front", "moe_front", {"scale": g.routed_scale}, {"x": "x", **routing}),
+        Site(layer, "moe_experts", "moe_experts", experts, {"x": "x", **routing, "out": "delta"}),
+    ]
+
+
+def bind(
+    site: Site,
+    buffers: Mapping[str, Tensor],
+    constants: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape] | None = None,
+) -> dict[str, Tensor | None]:
+    """Arguments of one site by tensor name, in the order of the op's interface.
+
+    Args:
+        site: the call.
+        buffers: step buffers, batch fields and state pools by binding name. A missing output is left out.
+        constants: the site's weights.
+        shapes: concrete interface shapes; an argument whose buffer has another shape is viewed in it. Without them
+            only the leading dimension of 1 (`ranks`, `shards`) is added or removed.
+
+    Returns:
+        One entry per tensor of the interface; None for an absent optional one. Outputs that `buffers` lacks are absent.
+    """
+    arguments: dict[str, Tensor | None] = {}
+    for spec in OPS[site.op].tensors:
+        if spec.role == "constant":
+            arguments[spec.name] = constants.get(spec.name) if spec.optional else constants[spec.name]
+            continue
+        bound = site.bindings.get(spec.name)
+        if bound is None:
+            arguments[spec.name] = None
+        elif bound in buffers:
+            tensor = buffers[bound]
+            if shapes is not None:
+                tensor = tensor.view(shapes[spec.name])
+            elif tensor.dim() == len(spec.dims) - 1:
+                tensor = tensor.unsqueeze(0)
+            elif tensor.dim() == len(spec.dims) + 1:
+                tensor = tensor.squeeze(0)
+            arguments[spec.name] = tensor
+        elif spec.role != "output":
+            raise KeyError(f"{site.key}: argument {spec.name} is bound to {bound!r}, which no earlier site produced")
+    return arguments
+
+
+OpFunction = Callable[[Mapping[str, Tensor | None], Mapping[str, int | float]], Mapping[str, Tensor]]
+
+
+def execute(
+    program: tuple[Site, ...],
+    op: Callable[[Site], OpFunction],
+    constants: Callable[[int | None, str], Mapping[str, Tensor]],
+    buffers: dict[str, Tensor],
+) -> Tensor:
+    """Run a program with functional ops (reference or standard) and return `hidden` [M, D].
+
+    Args:
+        program: sites in order.
+        op: implementation of each site.
+        constants: weights of a site.
+        buffers: `prefix` (embeddings), `blocks`, batch fields and state pools; results are entered under their
+            binding, new values of state tensors included if the implementation returns them.
+    """
+    for site in program:
+        results = op(site)(bind(site, buffers, constants(site.layer, site.name)), site.attrs)
+        for name, value in results.items():
+            buffers[site.bindings[name]] = value
+    return buffers["hidden"]
+
+
+def batch_fields(batch: Batch) -> dict[str, Tensor]:
+    """The batch's tensors under the names that bindings use."""
+    return {name: getattr(batch, name) for name in BATCH_FIELDS}

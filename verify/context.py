@@ -47,6 +47,8 @@ class GateContext:
     """Export of the base commit: the protected code that sandboxed workers import."""
     candidate_tree: Path
     """Export of the candidate's editable paths (kernels and schedules), read-only."""
+    best_tree: Path
+    """Export whose kernels and schedules are the current best: `base_tree`, or that of the best candidate of this run."""
     task_cells: tuple[Cell, ...] = ()
     """Cells in which the task asks for strictly faster than the current best; empty without a task."""
     allow: tuple[str, ...] = ()

@@ -1,0 +1,235 @@
+"""Check arguments of a launch against the op's interface and pack them for the C calling convention.
+
+Everything that a kernel may rely on is established here, before it runs: exact names, dtypes, one consistent value per
+symbolic size, row-major contiguity, 64-byte alignment, and no overlap between a written tensor and any other. Values
+are not inspected. The packed form is apache-tvm-ffi's `TVMFFIAny` array over DLPack `DLTensor` structures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from k3_backend.errors import BackendError
+from k3_backend.geometry import Geometry
+from k3_backend.ops.interface import DType, OpSpec, TensorSpec
+
+__all__ = ["TENSOR_ALIGNMENT", "TORCH_DTYPES", "BindError", "CallArguments", "check_attrs", "check_tensors"]
+
+TENSOR_ALIGNMENT = 64
+"""Bytes; every tensor of a call starts at a multiple of it (one cache line, one AVX-512 register)."""
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "u8": torch.uint8,
+}
+
+_NONE, _INT, _FLOAT, _OPAQUE, _DLTENSOR = 0, 1, 3, 4, 7  # TVMFFITypeIndex
+_DL_CODES: dict[torch.dtype, tuple[int, int]] = {  # DLDataTypeCode, bits
+    torch.bfloat16: (4, 16),
+    torch.float32: (2, 32),
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+}
+
+
+class BindError(BackendError):
+    """An argument of a launch does not fit the op's interface."""
+
+    def __init__(self, what: str, *, op: str, argument: str, expected: str) -> None:
+        super().__init__(
+            what, where=f"op {op}, argument {argument}", expected=expected, next=f"see k3_backend/ops/{op}/interface.py"
+        )
+        self.op = op
+        self.argument = argument
+
+
+def check_tensors(
+    spec: OpSpec,
+    geometry: Geometry,
+    tensors: Mapping[str, torch.Tensor | None],
+    attrs: Mapping[str, int | float],
+    rows: int,
+) -> list[torch.Tensor | None]:
+    """The call's tensors in interface order.
+
+    Args:
+        spec: the op's interface.
+        geometry: fixes the geometry-derived sizes; the others (B, T, pages, ...) follow from the tensors.
+        tensors: by name; optional ones may be None or absent.
+        attrs: only `tokens` is read, where the op has it: rows = B * tokens.
+        rows: must equal the size M.
+
+    Raises:
+        BindError: the first argument that does not fit, with what was expected of it.
+    """
+    unknown = sorted(set(tensors) - {t.name for t in spec.tensors})
+    if unknown:
+        names = ", ".join(t.name for t in spec.tensors)
+        raise BindError("no such tensor", op=spec.name, argument=unknown[0], expected=f"one of {names}")
+    sizes = {**spec.sizes(geometry), "M": rows}
+    bound: list[torch.Tensor | None] = []
+    for tensor_spec in spec.tensors:
+        tensor = tensors.get(tensor_spec.name)
+        if tensor is None:
+            if not tensor_spec.optional:
+                raise BindError("missing", op=spec.name, argument=tensor_spec.name, expected=_form(tensor_spec))
+        else:
+            _check_tensor(spec.name, tensor_spec, tensor, sizes)
+        bound.append(tensor)
+    tokens = attrs.get("tokens", sizes.get("T"))
+    if tokens is not None and "B" in sizes and sizes["B"] * tokens != rows:
+        raise BindError(
+            f"{rows} rows for {sizes['B']} requests of {tokens} tokens",
+            op=spec.name,
+            argument="M",
+            expected="M = B * T",
+        )
+    _check_overlap(spec, bound)
+    return bound
+
+
+def check_attrs(spec: OpSpec, attrs: Mapping[str, int | float]) -> list[int | float]:
+    """The call's attributes in interface order, as exactly int or float.
+
+    Raises:
+        BindError: unknown, missing or of another kind.
+    """
+    known = {a.name for a in spec.attrs}
+    for name in attrs:
+        if name not in known:
+            raise BindError(
+                "no such attribute",
+                op=spec.name,
+                argument=name,
+                expected=f"one of {', '.join(sorted(known)) or '(none)'}",
+            )
+    numbers: list[int | float] = []
+    for attr in spec.attrs:
+        value = attrs.get(attr.name)
+        allowed: tuple[type, ...] = (int,) if attr.kind == "int" else (int, float)
+        if not isinstance(value, allowed) or isinstance(value, bool):
+            raise BindError(f"is {value!r}", op=spec.name, argument=attr.name, expected=f"{attr.kind}: {attr.meaning}")
+        numbers.append(value if attr.kind == "int" else float(value))
+    return numbers
+
+
+def _form(spec: TensorSpec) -> str:
+    return f"{spec.dtype} [{', '.join(map(str, spec.dims))}]"
+
+
+def _check_tensor(op: str, spec: TensorSpec, tensor: torch.Tensor, sizes: dict[str, int]) -> None:
+    """Check one tensor; sizes that it is the first to use are recorded in `sizes`."""
+
+    def fail(what: str, expected: str) -> BindError:
+        return BindError(what, op=op, argument=spec.name, expected=expected)
+
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+        raise fail(f"is {type(tensor).__name__}", "a torch tensor in host memory")
+    if tensor.dtype != TORCH_DTYPES[spec.dtype]:
+        raise fail(f"dtype is {tensor.dtype}", _form(spec))
+    shape = tuple(tensor.shape)
+    if len(shape) != len(spec.dims):
+        raise fail(f"shape is {list(shape)}", _form(spec))
+    for size, dim in zip(shape, spec.dims, strict=True):
+        wanted = dim if isinstance(dim, int) else sizes.setdefault(dim, size)
+        if size != wanted:
+            raise fail(f"shape is {list(shape)}: {dim} is {size}", f"{_form(spec)} with {dim} = {wanted}")
+    if not tensor.is_contiguous():
+        raise fail(f"strides are {tensor.stride()}", "row-major contiguous memory")
+    if tensor.data_ptr() % TENSOR_ALIGNMENT:
+        raise fail(f"address {tensor.data_ptr():#x}", f"alignment to {TENSOR_ALIGNMENT} bytes")
+
+
+def _check_overlap(spec: OpSpec, bound: Sequence[torch.Tensor | None]) -> None:
+    """A tensor that the op writes shares no byte with another one, so kernels may assume `restrict`."""
+    spans = [
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), s)
+        for s, t in zip(spec.tensors, bound, strict=True)
+        if t is not None and t.numel()
+    ]
+    spans.sort(key=lambda span: span[:2])
+    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+        if start < end and ({first.role, second.role} & {"output", "state"}):
+            raise BindError(
+                f"overlaps {first.name}",
+                op=spec.name,
+                argument=second.name,
+                expected="written tensors that share no memory",
+            )
+
+
+class _DLTensor(ctypes.Structure):
+    """`DLTensor` of dlpack.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Payload(ctypes.Union):
+    _fields_ = (("integer", ctypes.c_int64), ("real", ctypes.c_double), ("pointer", ctypes.c_void_p))
+
+
+class _Any(ctypes.Structure):
+    """`TVMFFIAny` of apache-tvm-ffi's c_api.h."""
+
+    _fields_ = (("type_index", ctypes.c_int32), ("padding", ctypes.c_uint32), ("value", _Payload))
+
+
+class CallArguments:
+    """One launch's packed arguments; owns the memory they point into and keeps the tensors alive."""
+
+    def __init__(
+        self,
+        context: int,
+        tensors: Sequence[torch.Tensor | None],
+        attrs: Sequence[int | float],
+        tunables: Sequence[int],
+    ) -> None:
+        self.count = 1 + len(tensors) + len(attrs) + len(tunables)
+        self._tensors = list(tensors)
+        self._keep: list[object] = []
+        self._args = (_Any * self.count)()
+        self._args[0] = _Any(_OPAQUE, 0, _Payload(pointer=context))
+        for at, tensor in enumerate(tensors, 1):
+            if tensor is None:
+                self._args[at] = _Any(_NONE, 0, _Payload(integer=0))
+            else:
+                view = self._describe(tensor)
+                self._args[at] = _Any(_DLTENSOR, 0, _Payload(pointer=ctypes.addressof(view)))
+        for at, number in enumerate((*attrs, *tunables), 1 + len(tensors)):
+            if isinstance(number, int):
+                self._args[at] = _Any(_INT, 0, _Payload(integer=number))
+            else:
+                self._args[at] = _Any(_FLOAT, 0, _Payload(real=number))
+
+    @property
+    def address(self) -> int:
+        """Address of the first `TVMFFIAny`."""
+        return ctypes.addressof(self._args)
+
+    def _describe(self, tensor: torch.Tensor) -> _DLTensor:
+        shape = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
+        strides = (ctypes.c_int64 * tensor.dim())(*tensor.stride())
+        code, bits = _DL_CODES[tensor.dtype]
+        view = _DLTensor(
+            tensor.data_ptr(), 1, 0, tensor.dim(), code, bits, 1, ctypes.addressof(shape), ctypes.addressof(strides), 0
+        )  # fmt: skip
+        self._keep += [shape, strides, view]
+        return view

@@ -45,14 +45,14 @@ class GateContext:
     """Where raw measurements go: append-only JSONL, fsynced per block."""
     base_tree: Path
     """Export of the base commit: the protected code that sandboxed workers import."""
-    candidate_tree: Path
-    """Export of the candidate's editable paths (kernels and schedules), read-only."""
     best_tree: Path
     """Export whose kernels and schedules are the current best: `base_tree`, or that of the best candidate of this run."""
     task_cells: tuple[Cell, ...] = ()
     """Cells in which the task asks for strictly faster than the current best; empty without a task."""
     allow: tuple[str, ...] = ()
     """Protected paths that a human change may touch (--allow)."""
+    candidate_tree: Path | None = None
+    """Export of the candidate's editable paths (kernels and schedules); null until the scope gate has let it pass."""
     arms: Arms | None = None
     """Set by the build gate; gates that need it are not_evaluated without."""
     candidates_tried: int = 1

@@ -184,6 +184,7 @@ def _mla(g: Geometry, layer: int, tokens: int) -> list[Site]:
         "dcp_rank": 0,
         "dcp_size": 1,
         "interleave": 1,
+        "kv_lora": g.kv_lora,
     }
     return [
         Site(

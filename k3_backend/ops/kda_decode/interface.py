@@ -3,10 +3,11 @@
 Rows are request-major: row = b * T + t. `slots[b, t]` <= 0 is the null slot. The conv window lives in the conv
 state of `slots[b, 0]`, `taps` = T + 2 rows for the T the pool was made for; with `acc = accepted[b]` (>= 1):
 
-* read recurrent state from `slots[b, acc - 1]` (if <= 0 the whole request outputs zeros and writes nothing);
+* read recurrent state from `slots[b, acc - 1]` (if that id or `slots[b, 0]` is <= 0, the whole request outputs zeros
+  and writes nothing);
 * after token t write it to `slots[b, t]` if that id is > 0;
 * conv window of the first token: rows acc-1, acc, acc+1 of the old conv state; the new conv state is
-  [c[acc], c[acc+1], x_0 .. x_{T-1}] (pre-conv bf16 inputs).
+  [c[acc], c[acc+1], x_0 .. x_{T-1}] (pre-conv bf16 inputs); rows from T + 2 on, where the pool has them, stay.
 
 T = 1 has 3 taps and one slot, acc = 1. Source: KDA section of the Kimi K3 model notes (`docs/model.md`).
 """

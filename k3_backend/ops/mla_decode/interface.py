@@ -27,5 +27,6 @@ SPEC = OpSpec(
         AttrSpec("dcp_rank", "int", "this shard's rank"),
         AttrSpec("dcp_size", "int", "number of shards; 1 without DCP"),
         AttrSpec("interleave", "int", "consecutive positions per shard, 1 by default"),
+        AttrSpec("kv_lora", "int", "KL, width of the value part of a row; no input tensor tells it"),
     ),
 )

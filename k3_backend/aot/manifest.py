@@ -102,7 +102,8 @@ class Artifact:
         """Read a folder's manifest and verify every file against it.
 
         Raises:
-            ArtifactError: no or malformed manifest, missing or altered file, digest that does not follow from the files.
+            ArtifactError: no or malformed manifest, missing or altered file, digest that does not follow
+                from the files.
         """
         manifest = path / MANIFEST_NAME
         try:

@@ -1,9 +1,9 @@
 """Schedules: which value each tunable of a kernel takes, by number of rows.
 
-Two small TOML files meet here. `kernels/<op>/cpu.toml` *declares* tunables (name, allowed values, meaning); the order of
-declaration is the order of the kernel's trailing arguments. `schedules/cpu/<geometry>/<op>.toml` *chooses* one value per
-tunable for ascending buckets of rows M = B*T; the first bucket with `max_rows >= M` applies, and beyond the last bucket
-there is no schedule, so that the planner refuses instead of guessing. Nothing here searches or measures.
+Two small TOML files meet here. `kernels/<op>/cpu.toml` *declares* tunables (name, allowed values, meaning); the order
+of declaration is the order of the kernel's trailing arguments. `schedules/cpu/<geometry>/<op>.toml` *chooses* one value
+per tunable for ascending buckets of rows M = B*T; the first bucket with `max_rows >= M` applies, and beyond the last
+bucket there is no schedule, so that the planner refuses instead of guessing. Nothing here searches or measures.
 """
 
 from __future__ import annotations
@@ -208,9 +208,9 @@ class Schedule:
 
 
 def render(schedule: Schedule) -> str:
-    """Canonical TOML text of a schedule: what the tuner writes and reviewers diff. `Schedule.load` reads it back equal."""
+    """Canonical TOML text of a schedule, which the tuner writes and `Schedule.load` reads back equal."""
     lines = [
-        f"# {schedule.op} on {schedule.geometry}: tunables by rows M = batch * tokens; first bucket with max_rows >= M applies.",
+        f"# {schedule.op} on {schedule.geometry}: tunables by rows M = B*T; first bucket with max_rows >= M.",
         f"version = {SCHEDULE_VERSION}",
     ]
     for bucket in schedule.buckets:

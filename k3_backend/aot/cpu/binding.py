@@ -113,8 +113,7 @@ def check_attrs(spec: OpSpec, attrs: Mapping[str, int | float]) -> list[int | fl
     numbers: list[int | float] = []
     for attr in spec.attrs:
         value = attrs.get(attr.name)
-        allowed: tuple[type, ...] = (int,) if attr.kind == "int" else (int, float)
-        if not isinstance(value, allowed) or isinstance(value, bool):
+        if not isinstance(value, int if attr.kind == "int" else (int, float)) or isinstance(value, bool):
             raise BindError(f"is {value!r}", op=spec.name, argument=attr.name, expected=f"{attr.kind}: {attr.meaning}")
         numbers.append(value if attr.kind == "int" else float(value))
     return numbers
@@ -155,14 +154,19 @@ def _check_overlap(spec: OpSpec, bound: Sequence[torch.Tensor | None]) -> None:
         if t is not None and t.numel()
     ]
     spans.sort(key=lambda span: span[:2])
-    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
-        if start < end and ({first.role, second.role} & {"output", "state"}):
-            raise BindError(
-                f"overlaps {first.name}",
-                op=spec.name,
-                argument=second.name,
-                expected="written tensors that share no memory",
-            )
+    reached: dict[bool, tuple[int, str]] = {}  # written or not -> furthest end so far, and whose
+    for start, end, tensor_spec in spans:
+        written = tensor_spec.role in ("output", "state")
+        for other_written, (other_end, other) in reached.items():
+            if start < other_end and (written or other_written):
+                raise BindError(
+                    f"overlaps {other}",
+                    op=spec.name,
+                    argument=tensor_spec.name,
+                    expected="written tensors that share no memory with others",
+                )
+        if written not in reached or end > reached[written][0]:
+            reached[written] = (end, tensor_spec.name)
 
 
 class _DLTensor(ctypes.Structure):

@@ -24,8 +24,11 @@ class Arch:
     """Names in /proc/cpuinfo that a host must report."""
 
 
-_V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave cx16 lahf_lm popcnt pni ssse3 sse4_1 sse4_2".split())
-_V4_BF16 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16".split())
+_V3 = frozenset({
+    "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave",
+    "cx16", "lahf_lm", "popcnt", "pni", "ssse3", "sse4_1", "sse4_2",
+})  # fmt: skip
+_V4_BF16 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16"}
 _V4_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
 
 ARCHS: dict[str, Arch] = {

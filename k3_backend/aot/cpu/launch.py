@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import tvm_ffi  # noqa: F401 - loads libtvm_ffi globally, which kernel objects resolve against
 
-from k3_backend.aot.build import ABI_VERSION
+from k3_backend.aot.compile import ABI_VERSION
 from k3_backend.aot.cpu.binding import TENSOR_ALIGNMENT, BindError, CallArguments, check_attrs, check_tensors
 from k3_backend.aot.cpu.host import ARCHS, host_cpu_flags
 from k3_backend.aot.manifest import Artifact, ArtifactError
@@ -274,7 +274,8 @@ class LaunchList:
         if chosen is None:
             raise ScheduleError(
                 f"no schedule for {rows} rows", where=f"op {op.spec.name} ({op.geometry.name})",
-                expected="a bucket with max_rows >= rows, or explicit tunables", next=f"add schedules/cpu/{op.geometry.name}/{op.spec.name}.toml",
+                expected="a bucket with max_rows >= rows, or explicit tunables",
+                next=f"add schedules/cpu/{op.geometry.name}/{op.spec.name}.toml",
             )  # fmt: skip
         bound = check_tensors(op.spec, op.geometry, tensors, attrs, rows)
         numbers = check_attrs(op.spec, attrs)

@@ -212,7 +212,7 @@ def _mlp(g: Geometry, layer: int, expert_format: str) -> list[Site]:
     experts = {"expert_format": int(expert_format == "mxfp4"), "eps": g.eps, **situ}
     return [
         mix,
-        Site(layer, "moe_front", "moe_front", {"scale": g.routed_scale}, {"x": "x", **routing}),
+        Site(layer, "moe_front", "moe_front", {"scale": g.routed_scale, "top_k": g.top_k}, {"x": "x", **routing}),
         Site(layer, "moe_experts", "moe_experts", experts, {"x": "x", **routing, "out": "delta"}),
     ]
 

@@ -1,22 +1,22 @@
 """The ops of a Kimi K3 decode step, one folder each: interface, reference maths, standard path."""
 
-from k3_backend.ops.attn_res.interface import SPEC as _attn_res
-from k3_backend.ops.dense_mlp.interface import SPEC as _dense_mlp
-from k3_backend.ops.input_projection.interface import SPEC as _input_projection
+from k3_backend.ops.attn_res import interface as _attn_res
+from k3_backend.ops.dense_mlp import interface as _dense_mlp
+from k3_backend.ops.input_projection import interface as _input_projection
 from k3_backend.ops.interface import AttrSpec, OpSpec, TensorSpec
-from k3_backend.ops.kda_decode.interface import SPEC as _kda_decode
-from k3_backend.ops.mla_decode.interface import SPEC as _mla_decode
-from k3_backend.ops.mla_query.interface import SPEC as _mla_query
-from k3_backend.ops.mla_value.interface import SPEC as _mla_value
-from k3_backend.ops.moe_experts.interface import SPEC as _moe_experts
-from k3_backend.ops.moe_front.interface import SPEC as _moe_front
-from k3_backend.ops.oproj_allreduce.interface import SPEC as _oproj_allreduce
+from k3_backend.ops.kda_decode import interface as _kda_decode
+from k3_backend.ops.mla_decode import interface as _mla_decode
+from k3_backend.ops.mla_query import interface as _mla_query
+from k3_backend.ops.mla_value import interface as _mla_value
+from k3_backend.ops.moe_experts import interface as _moe_experts
+from k3_backend.ops.moe_front import interface as _moe_front
+from k3_backend.ops.oproj_allreduce import interface as _oproj_allreduce
 
 __all__ = ["OPS", "AttrSpec", "OpSpec", "TensorSpec"]
 
 OPS: dict[str, OpSpec] = {
-    spec.name: spec
-    for spec in (
+    op.SPEC.name: op.SPEC
+    for op in (
         _attn_res,
         _input_projection,
         _kda_decode,

@@ -26,15 +26,15 @@ def line(value: Any) -> bytes:
     """Serialise to one line without the newline.
 
     Raises:
-        ValueError: NaN or infinity in the value.
+        ValueError: NaN, infinity or a lone surrogate in the value.
         TypeError: a type that JSON does not have.
     """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
+    return _encode(value, json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False))
 
 
 def document(value: Any) -> bytes:
     """Serialise to an indented file that ends with a newline. Raises as `line` does."""
-    return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False).encode("ascii") + b"\n"
+    return _encode(value, json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False)) + b"\n"
 
 
 def parse(data: bytes, *, form: str = "document") -> Any:
@@ -82,6 +82,12 @@ def parse_lines(data: bytes) -> list[dict[str, Any]]:
             raise NotCanonicalError(f"line {number}: expected an object, found {type(value).__name__}")
         parsed.append(value)
     return parsed
+
+
+def _encode(value: Any, text: str) -> bytes:
+    if "\\ud" in text:
+        _check(value)
+    return text.encode("ascii")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,20 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.canonical import line as canonical
 from harness.errors import FasttrackError
 from harness.records import EvidenceRef
 
 __all__ = ["JsonLines", "canonical", "write_atomic"]
-
-
-def canonical(value: Any) -> bytes:
-    """The one byte form of a JSON value: sorted keys, no spaces, UTF-8, no NaN or infinity.
-
-    Raises:
-        ValueError: NaN, infinity or lone surrogates.
-        TypeError: a value that JSON does not have.
-    """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 class JsonLines:

@@ -66,11 +66,14 @@ def test_hostile_or_sloppy_json_is_refused_with_its_rule(raw: bytes, rule: str) 
         canonical.parse(raw, form="line")
 
 
-def test_non_finite_numbers_cannot_be_written() -> None:
-    """NaN in a record would read as a number that was measured."""
+def test_what_json_cannot_say_cannot_be_written() -> None:
+    """NaN in a record would read as a measured number; a lone surrogate cannot be read back."""
     for value in (math.nan, math.inf):
         with pytest.raises(ValueError, match="Out of range"):
             canonical.document({"a": value})
+    with pytest.raises(canonical.NotCanonicalError, match="surrogate"):
+        canonical.line({"a": "\ud800"})
+    assert canonical.line("\U0001f600") == b'"\\ud83d\\ude00"'
 
 
 @pytest.mark.parametrize("raw", [b'{"a":1}', b'{"a":1}\n\n', b'{"a":1}\n[1]\n', b'{"a":1}\r\n'])

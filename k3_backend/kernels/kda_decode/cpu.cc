@@ -1,0 +1,310 @@
+// KDA decode on CPU: conv + SiLU + l2norm + forget gate + delta-rule recurrence + gated RMSNorm in one kernel.
+//
+// An item is one (request, head); its fp32 state is a [V, K] matrix, K contiguous. Each state row is read once and written
+// once per token: with a' = a*k and a" = a*q, one sweep over row S gives S.a' and S.a"; then
+//   u = beta (v - S.a'),   S <- S*a + u k,   o = S.a" + u (k.q)
+// which equals the interface's decay, delta and read in exact arithmetic. Rows of one state are independent, so they may
+// also be shared out over workers. Results do not depend on the number of workers, the partition, or the other tunables.
+#include "k3_cpu.h"
+
+#include "common/attention.h"
+
+namespace {
+
+using namespace k3;
+
+constexpr int H = K3_HEADS, K = K3_KDA_HEAD_DIM, W = H * K, W3 = 3 * W, R = K3_KDA_GATE_RANK, P = K3_KDA_PROJ_ROWS;
+constexpr int kTaps = 4;  // conv width
+static_assert(K3_CONV_WIDTH == kTaps && K % kLanes == 0 && R % kPairs == 0, "vector loops below have no tails");
+constexpr int kGate = 3 * W, kForget = 4 * W, kBeta = 4 * W + R;  // columns of the packed projection row
+
+enum Partition { kByRequest = 0, kByHead = 1, kByRow = 2 };
+
+struct Call {
+  const bf16* proj;
+  const float* conv_w;
+  const bf16* f_b;
+  const float* a_log;
+  const float* dt_bias;
+  const bf16* o_norm;
+  const int32_t* slots;
+  const int32_t* accepted;
+  bf16* conv_state;
+  float* state;
+  bf16* out;
+  float gate_lower_bound, eps, l2_eps;
+  int64_t B, T, taps;
+  int64_t prefetch;
+};
+
+// What the sweep over the state needs of one token of one item, and its result.
+struct alignas(64) Token {
+  float a[K], k[K], ak[K], aq[K], v[K], o[K];
+  float beta, kq;
+};
+
+struct Item {
+  int64_t b, h;
+};
+
+Item item_at(const Call& c, int64_t i, int64_t partition) {
+  return partition == kByHead ? Item{i % c.B, i / c.B} : Item{i / H, i % H};
+}
+
+// The state an item starts from, or null if its request has none.
+float* source(const Call& c, Item item) {
+  const int32_t accepted = c.accepted[item.b];
+  if (accepted < 1 || accepted > c.T) return nullptr;  // `check` lets only padding through
+  const int32_t slot = c.slots[item.b * c.T + accepted - 1];
+  return slot > 0 ? c.state + (slot * int64_t(H) + item.h) * K * K : nullptr;
+}
+
+// y = silu(conv(x)) over the item's K channels starting at `channel`, for the token whose four taps are `rows`; returns sum y^2.
+float conv_silu(const Call& c, const bf16* const (&rows)[kTaps], int64_t channel, float* y) {
+  vf squares = zero();
+  for (int64_t i = channel; i < channel + K; i += kLanes) {
+    vf w[kTaps];
+    load_columns4(c.conv_w + i * kTaps, w);
+    vf x = w[0] * load(rows[0] + i);
+    for (int j = 1; j < kTaps; ++j) x = fma(w[j], load(rows[j] + i), x);
+    const vf s = silu(x);
+    squares = fma(s, s, squares);
+    store(y + i - channel, s);
+  }
+  return sum(squares);
+}
+
+// a = exp(bound * sigmoid(exp(A_log) * (bf16(F_b f_a) + dt_bias)))
+void forget_gate(const Call& c, const bf16* f_a, int64_t h, float* a) {
+  vb x[R / kPairs];
+  for (int r = 0; r < R / kPairs; ++r) x[r] = load_pairs(f_a + r * kPairs);
+  const vf rate = exp(set1(c.a_log[h])), bound = set1(c.gate_lower_bound);
+  for (int d = 0; d < K; d += kLanes) {
+    vf acc[kLanes];
+    for (int l = 0; l < kLanes; ++l) {
+      const bf16* row = c.f_b + (h * K + d + l) * R;
+      acc[l] = zero();
+      for (int r = 0; r < R / kPairs; ++r) acc[l] = dot_pairs(acc[l], load_pairs(row + r * kPairs), x[r]);
+    }
+    const vf g = round_bf16(sum_each(acc)) + load(c.dt_bias + h * K + d);
+    store(a + d, exp(bound * sigmoid(rate * g)));
+  }
+}
+
+// Everything before the state, for all tokens of an item; then shifts the item's channels of the conv state.
+void prepare(const Call& c, Item item, Token* tokens) {
+  const int64_t acc = c.accepted[item.b], base = item.h * K;
+  bf16* conv = c.conv_state + c.slots[item.b * c.T] * c.taps * W3;
+  const bf16* x = c.proj + item.b * c.T * P;
+  for (int64_t t = 0; t < c.T; ++t) {
+    Token& token = tokens[t];
+    const bf16* row = x + t * P;
+    const bf16* rows[kTaps];
+    for (int j = 0; j < kTaps; ++j) rows[j] = t + j < 3 ? conv + (acc - 1 + t + j) * W3 : row + (j - 3) * P;
+    float q[K];
+    const float q_scale = 1.0f / __builtin_sqrtf((conv_silu(c, rows, base, q) + c.l2_eps) * K);
+    const float k_scale = 1.0f / __builtin_sqrtf(conv_silu(c, rows, W + base, token.k) + c.l2_eps);
+    conv_silu(c, rows, 2 * W + base, token.v);
+    forget_gate(c, row + kForget, item.h, token.a);
+    vf kq = zero();
+    for (int d = 0; d < K; d += kLanes) {
+      const vf qd = load(q + d) * set1(q_scale), kd = load(token.k + d) * set1(k_scale), ad = load(token.a + d);
+      store(token.k + d, kd);
+      store(token.ak + d, ad * kd);
+      store(token.aq + d, ad * qd);
+      kq = fma(kd, qd, kq);
+    }
+    token.kq = sum(kq);
+    token.beta = first(sigmoid(set1(to_f32(row[kBeta + item.h]))));
+  }
+  // Rows move towards the front (accepted >= 1), so ascending order reads each row before it is overwritten.
+  for (int64_t r = 0; r < c.T + 2; ++r) {
+    const bf16* from = r < 2 ? conv + (acc + r) * W3 : x + (r - 2) * P;
+    for (int s = 0; s < 3; ++s) memcpy(conv + r * W3 + s * W + base, from + s * W + base, K * sizeof(bf16));
+  }
+}
+
+// One token's update of V rows [v, v + N): reads `from`, writes `to` (which may be the same), both [N, K].
+template <int N>
+K3_INLINE void update_rows(const float* from, float* to, Token& token, int64_t v) {
+  vf sk[N], sq[N];
+  for (int r = 0; r < N; ++r) sk[r] = sq[r] = zero();
+#pragma GCC unroll 4
+  for (int d = 0; d < K; d += kLanes) {
+    const vf ak = load(token.ak + d), aq = load(token.aq + d);
+    for (int r = 0; r < N; ++r) {
+      const vf s = load(from + r * K + d);
+      sk[r] = fma(s, ak, sk[r]);
+      sq[r] = fma(s, aq, sq[r]);
+    }
+  }
+  const vf u = set1(token.beta) * (load_n(token.v + v, N) - sum_each(sk));
+  store_n(token.o + v, fma(u, set1(token.kq), sum_each(sq)), N);
+  alignas(64) float us[kLanes];
+  store(us, u);
+#pragma GCC unroll 4
+  for (int d = 0; d < K; d += kLanes) {
+    const vf a = load(token.a + d), k = load(token.k + d);
+    for (int r = 0; r < N; ++r) store(to + r * K + d, fma(set1(us[r]), k, load(from + r * K + d) * a));
+  }
+}
+
+// All tokens of an item over its V rows [v, end). `next` is the state this worker sweeps afterwards, or null.
+template <int N>
+void sweep(const Call& c, Item item, Token* tokens, const float* src, const float* next, int64_t v, int64_t end) {
+  alignas(64) float unsaved[N * K];  // takes the state after a token whose slot is null
+  for (; v < end; v += N) {
+    if (c.prefetch) {
+      const int64_t ahead = v + c.prefetch;
+      if (ahead < end) prefetch_lines(src + ahead * K, N * K * sizeof(float));
+      else if (next) prefetch_lines(next + (ahead - end) * K, N * K * sizeof(float));
+    }
+    const float* from = src + v * K;
+    for (int64_t t = 0; t < c.T; ++t) {
+      const int32_t slot = c.slots[item.b * c.T + t];
+      float* to = slot > 0 ? c.state + ((slot * int64_t(H) + item.h) * K + v) * K : unsaved;
+      update_rows<N>(from, to, tokens[t], v);
+      from = to;
+    }
+  }
+}
+
+using Sweep = void (*)(const Call&, Item, Token*, const float*, const float*, int64_t, int64_t);
+
+Sweep sweep_for(int64_t v_block) {
+  switch (v_block) {
+    case 1: return sweep<1>;
+    case 2: return sweep<2>;
+    case 4: return sweep<4>;
+    case 8: return sweep<8>;
+    default: return nullptr;
+  }
+}
+
+// out = bf16(o * rsqrt(mean o^2 + eps) * o_norm * sigmoid(g)), or zeros for a request without state.
+void finish(const Call& c, Item item, const Token* tokens, bool live) {
+  for (int64_t t = 0; t < c.T; ++t) {
+    const int64_t row = item.b * c.T + t;
+    bf16* out = c.out + row * W + item.h * K;
+    if (!live) {
+      memset(out, 0, K * sizeof(bf16));
+      continue;
+    }
+    const float* o = tokens[t].o;
+    const bf16* g = c.proj + row * P + kGate + item.h * K;
+    vf squares = zero();
+    for (int d = 0; d < K; d += kLanes) squares = fma(load(o + d), load(o + d), squares);
+    const vf scale = set1(1.0f / __builtin_sqrtf(sum(squares) / K + c.eps));
+    for (int d = 0; d < K; d += kLanes) store(out + d, load(o + d) * scale * load(c.o_norm + d) * sigmoid(load(g + d)));
+  }
+}
+
+// Items are independent: each worker takes a run of them from start to end.
+void by_item(const K3Context* ctx, const Call& c, Sweep sweep, int32_t threads, int64_t partition) {
+  Token* scratch = static_cast<Token*>(ctx->scratch);
+  parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
+    Token* tokens = scratch + worker * c.T;
+    const Range mine = share(c.B * H, worker, workers);
+    const float* src = mine.begin < mine.end ? source(c, item_at(c, mine.begin, partition)) : nullptr;
+    for (int64_t i = mine.begin; i < mine.end; ++i) {
+      const Item item = item_at(c, i, partition);
+      const float* next = i + 1 < mine.end ? source(c, item_at(c, i + 1, partition)) : nullptr;
+      if (src) {
+        prepare(c, item, tokens);
+        sweep(c, item, tokens, src, next, 0, K);
+      }
+      finish(c, item, tokens, src != nullptr);
+      src = next;
+    }
+  });
+}
+
+// Every worker takes a share of each state's V rows. Items go in waves that fit the scratch; the barriers order the three
+// phases: tokens are prepared by one worker and read by all, `o` is written by all and read by one.
+void by_row(const K3Context* ctx, const Call& c, Sweep sweep, int32_t threads, int64_t v_block) {
+  Token* scratch = static_cast<Token*>(ctx->scratch);
+  const int64_t items = c.B * H, wave = ctx->scratch_bytes / int64_t(sizeof(Token)) / c.T;
+  parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
+    const Range rows = share(K / v_block, worker, workers);
+    for (int64_t first = 0; first < items; first += wave) {
+      const int64_t count = items - first < wave ? items - first : wave;
+      const Range mine = share(count, worker, workers);
+      for (int64_t i = mine.begin; i < mine.end; ++i) {
+        const Item item = item_at(c, first + i, kByRow);
+        if (source(c, item)) prepare(c, item, scratch + i * c.T);
+      }
+      if (workers > 1) ctx->barrier(ctx);
+      for (int64_t i = 0; i < count; ++i) {
+        const Item item = item_at(c, first + i, kByRow);
+        const float* src = source(c, item);
+        const float* next = i + 1 < count ? source(c, item_at(c, first + i + 1, kByRow)) : nullptr;
+        if (next) next += rows.begin * v_block * K;
+        if (src) sweep(c, item, scratch + i * c.T, src, next, rows.begin * v_block, rows.end * v_block);
+      }
+      if (workers > 1) ctx->barrier(ctx);
+      for (int64_t i = mine.begin; i < mine.end; ++i) {
+        const Item item = item_at(c, first + i, kByRow);
+        finish(c, item, scratch + i * c.T, source(c, item) != nullptr);
+      }
+      if (workers > 1) ctx->barrier(ctx);
+    }
+  });
+}
+
+// Nothing may be read through an id that the pool does not have. A request whose slots are all null is padding.
+const char* check(const Call& c, int64_t S) {
+  for (int64_t b = 0; b < c.B; ++b) {
+    const int32_t* slots = c.slots + b * c.T;
+    bool padding = true;
+    for (int64_t t = 0; t < c.T; ++t) {
+      if (slots[t] >= S) return "slots: id beyond the state pool";
+      padding = padding && slots[t] <= 0;
+    }
+    if (padding) continue;
+    if (c.accepted[b] < 1 || c.accepted[b] > c.T) return "accepted: must lie in [1, T]";
+    if (slots[c.accepted[b] - 1] > 0 && slots[0] <= 0) return "slots: a live request has no slot for its conv state";
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+K3_EXPORT(kda_decode) {
+  Args in(args, num_args, result);
+  const K3Context* ctx = in.context();
+  int64_t proj[2], slots[2], conv_state[3], state[4];
+  Call c{};
+  c.proj = in.tensor<bf16>(2, proj);
+  c.conv_w = in.tensor<float>(2);
+  c.f_b = in.tensor<bf16>(2);
+  c.a_log = in.tensor<float>(1);
+  c.dt_bias = in.tensor<float>(2);
+  c.o_norm = in.tensor<bf16>(1);
+  c.slots = in.tensor<int32_t>(2, slots);
+  c.accepted = in.tensor<int32_t>(1);
+  c.conv_state = in.tensor<bf16>(3, conv_state);
+  c.state = in.tensor<float>(4, state);
+  c.out = in.tensor<bf16>(2);
+  c.gate_lower_bound = in.real();
+  c.eps = in.real();
+  c.l2_eps = in.real();
+  const int32_t threads = int32_t(in.integer());
+  const int64_t partition = in.integer(), v_block = in.integer();
+  c.prefetch = in.integer();
+  if (in.finish()) return -1;
+  c.B = slots[0];
+  c.T = slots[1];
+  c.taps = conv_state[1];
+  const Sweep sweep = sweep_for(v_block);
+  if (proj[1] != P || proj[0] != c.B * c.T || conv_state[2] != W3 || state[1] != H || state[3] != K || state[0] != conv_state[0])
+    in.fail("shapes differ from the geometry this kernel was built for");
+  else if (c.taps < c.T + 2) in.fail("conv_state: fewer than T + 2 taps");
+  else if (c.T * int64_t(sizeof(Token)) * ctx->max_workers > ctx->scratch_bytes) in.fail("scratch too small for T tokens per worker");
+  else if (!sweep || partition < kByRequest || partition > kByRow || threads < 1 || c.prefetch < 0 || c.prefetch > K)
+    in.fail("tunables: value not declared in cpu.toml");
+  else if (const char* why = check(c, state[0])) in.fail(why);
+  if (in.finish()) return -1;
+  if (partition == kByRow) by_row(ctx, c, sweep, threads, v_block);
+  else by_item(ctx, c, sweep, threads, partition);
+  return 0;
+}

@@ -86,6 +86,7 @@ METHODS = {"engine." + f.__name__: f for f in (
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An export whose engine area misbehaves in every way that trusted code never would."""
     root = tmp_path_factory.mktemp("tree")
+    root.chmod(0o755)  # readable by the sandbox's user
     (root / "verify").mkdir()
     shutil.copy(REPO / "verify/__init__.py", root / "verify")
     shutil.copytree(REPO / "verify/workers", root / "verify/workers", ignore=shutil.ignore_patterns("__pycache__"))

@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from harness import sandbox
 from verify.protocol.decision import Finding
 from verify.workers.protocol import Channel, ChannelClosed, ChannelTimeout, ProtocolError
 from verify.workers.shared import ALIGNMENT, ITEM_BYTES, View
@@ -37,6 +37,9 @@ __all__ = [
 ]  # fmt: skip
 
 START_TIMEOUT_S = 60.0
+LOG_BYTES = 16 << 20
+"""Where a worker's log ends: writes beyond it fail inside the worker."""
+_MAPPED_BYTES = 16 << 30
 _LOG_TAIL_BYTES = 4096
 _BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from verify.workers.main import main; main()"
 
@@ -265,7 +268,7 @@ class Worker:
     def stop(self) -> None:
         """Kill the process tree, wait for it and release the buffer's descriptor. Idempotent."""
         self._channel.close()
-        _kill_tree(self._process)
+        sandbox.kill(self._process)
         self.buffer.close()
 
     def _greet(self, arm: ArmSpec, sock: socket.socket, nonce: str, threads: int) -> None:
@@ -286,7 +289,7 @@ class Worker:
         except ChannelClosed:
             raise self._crash() from None
         except ChannelTimeout:
-            _kill_tree(self._process)
+            sandbox.kill(self._process)
             raise WorkerTimeout(
                 f"{self._last_method}: no answer within {timeout_s:g} s",
                 method=self._last_method,
@@ -299,11 +302,11 @@ class Worker:
     def _crash(self) -> WorkerCrashed:
         status = _wait(self._process, 5.0)
         if status is None:
-            _kill_tree(self._process)
+            sandbox.kill(self._process)
             how = "closed its control channel"
             detail: dict[str, Any] = {"signal": None, "status": None}
         else:
-            number = -status if status < 0 else status - 128 if 128 < status <= 192 else None
+            number = -status if status < 0 else status - 128 if 128 < status <= 192 else None  # bubblewrap says 128 + n
             name = None if number is None else signal.Signals(number).name
             how = f"was ended by {name}" if name else f"exited with status {status} before answering"
             detail = {"signal": name, "status": status}
@@ -312,7 +315,7 @@ class Worker:
         )
 
     def _protocol_failure(self, what: str) -> WorkerProtocolError:
-        _kill_tree(self._process)
+        sandbox.kill(self._process)
         return WorkerProtocolError(f"{self._last_method}: {what}", method=self._last_method, log=self._log_tail())
 
     def _log_tail(self) -> str:
@@ -326,27 +329,20 @@ def _spawn(
     arm: ArmSpec, *, base_tree: Path, log: Path, threads: int, control: int, memory: int, scratch: Path | None
 ) -> subprocess.Popen[bytes]:
     argv = [sys.executable, "-I", "-B", "-c", _BOOTSTRAP, str(base_tree), str(control), str(memory)]
-    readable = [
-        base_tree,
-        Path(sys.prefix),
-        Path(sys.base_prefix),
-        Path(sysconfig.get_path("purelib")),
-        *arm.artifacts.values(),
-    ]
+    readable = [base_tree, *sandbox.python_paths(), *arm.artifacts.values()]
     if arm.schedules is not None:
         readable.append(arm.schedules)
-    env = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     with log.open("ab") as output:
-        del readable, scratch  # replaced by harness.sandbox.popen as soon as it exists
-        return subprocess.Popen(
+        return sandbox.popen(
             argv,
+            ro=readable,
+            rw=[] if scratch is None else [scratch],
             cwd=base_tree,
-            env=env,
+            env={name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")},
             pass_fds=(control, memory),
-            stdin=subprocess.DEVNULL,
+            limits=sandbox.Limits(file_bytes=LOG_BYTES, mapped_bytes=_MAPPED_BYTES + os.fstat(memory).st_size),
             stdout=output,
             stderr=output,
-            start_new_session=True,
         )
 
 
@@ -355,9 +351,3 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         return None
-
-
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

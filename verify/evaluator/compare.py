@@ -1,0 +1,196 @@
+"""Measure how far a tensor is from the reference, in the numbers that the kernels protocol decides on.
+
+A tolerance is earned: the same numbers are measured for the op's standard path on the same inputs, and
+`verify.protocol.kernels` allows a declared factor of them plus a floor of the output's own rounding. Nothing is decided
+here. Errors are normalised per element by max(|reference|, root mean square of its row), so that neither a large row
+hides a small one nor cancellation inside a row counts as error of the kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Discrete", "Errors", "compare_choice", "compare_values", "reference_choice", "spread", "weights_of_choice"]
+
+_TINY = 2.0**-120
+"""Smallest normaliser: below it every value counts as zero in all formats in use."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Distance of one tensor from its fp64 reference."""
+
+    elements: int
+    """Elements compared."""
+    nonfinite: int
+    """Elements that are not finite where the reference is, or differ from it where it is not (-inf, NaN)."""
+    nonzero: int
+    """Elements that are not zero in rows whose reference is exactly zero."""
+    element: float
+    """Largest normalised error of an element; null in JSON only through `nonfinite`, whose elements are left out."""
+    l2: float
+    """||value - reference|| / ||reference|| over all rows that are not zero."""
+    row_l2: float
+    """The largest such ratio of a single row."""
+    worst: tuple[int, ...]
+    """Index of the first element with a wrong class (non-finite, nonzero), else of the largest error."""
+
+    def record(self) -> dict[str, Any]:
+        """JSON for a raw line."""
+        return {**asdict(self), "worst": list(self.worst)}
+
+
+def compare_values(value: Tensor, reference: Tensor, *, row_dims: int = 1) -> Errors:
+    """Errors of `value` against `reference`.
+
+    Args:
+        value: [..., *row] any real dtype.
+        reference: [..., *row] f64, the same shape.
+        row_dims: how many trailing dimensions form one row (2 for a state matrix).
+
+    Raises:
+        ValueError: shapes differ, or there is nothing to compare.
+    """
+    if value.shape != reference.shape or reference.numel() == 0:
+        raise ValueError(
+            f"compared {tuple(value.shape)} with {tuple(reference.shape)}; expected equal, non-empty shapes"
+        )
+    shape = reference.shape
+    split = reference.dim() - row_dims
+    got = value.to(torch.float64).reshape(-1, int(torch.tensor(shape[split:]).prod()))
+    want = reference.to(torch.float64).reshape(got.shape)
+    regular = want.isfinite()
+    same_class = torch.where(regular, got.isfinite(), (got == want) | (got.isnan() & want.isnan()))
+    usable = regular & got.isfinite()
+    clean = torch.where(usable, want, 0.0)
+    difference = torch.where(usable, got - want, 0.0).abs()
+    mean_square = clean.square().sum(1, keepdim=True) / usable.sum(1, keepdim=True).clamp(min=1)
+    zero_row = (clean == 0).all(1, keepdim=True)
+    nonzero = zero_row & usable & (got != 0)
+    scale = torch.maximum(clean.abs(), mean_square.sqrt()).clamp(min=_TINY)
+    error = torch.where(zero_row, 0.0, difference / scale)
+    counted = ~zero_row.squeeze(1)
+    squares = torch.where(zero_row, 0.0, difference.square()).sum(1)
+    norms = clean.square().sum(1)
+    rows = (squares[counted] / norms[counted].clamp(min=_TINY**2)).sqrt()
+    wrong = ~same_class | nonzero
+    flat = int(wrong.flatten().to(torch.uint8).argmax()) if bool(wrong.any()) else int(error.argmax())
+    return Errors(
+        elements=want.numel(),
+        nonfinite=int((~same_class).sum()),
+        nonzero=int(nonzero.sum()),
+        element=float(error.max()),
+        l2=float((squares.sum() / norms.sum().clamp(min=_TINY**2)).sqrt()),
+        row_l2=float(rows.max()) if rows.numel() else 0.0,
+        worst=tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape)),
+    )
+
+
+def spread(reference: Tensor) -> float:
+    """How much of a reference a constant cannot explain: ||r - mean(r)|| / ||r|| over its finite elements.
+
+    0 for a constant or empty tensor, which every constant output would match; 1 for zero mean.
+    """
+    finite = reference.to(torch.float64)[reference.isfinite()]
+    norm = float(finite.norm()) if finite.numel() else 0.0
+    return float((finite - finite.mean()).norm()) / norm if norm > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """How a chosen list of ids relates to the reference scores."""
+
+    rows: int
+    violations: int
+    """Rows that break the choice rule."""
+    rule: str
+    """Which part was broken first: `range`, `repeated`, `not_largest`, `order`, `tie`; empty without violation."""
+    slack: float
+    """Largest score difference that counted as a near-tie."""
+    near_ties: int
+    """Rows that the near-tie rule excused: a different choice than the reference's, within the slack."""
+    worst: tuple[int, ...]
+    """Row of the first violation; empty without."""
+
+    def record(self) -> dict[str, Any]:
+        """JSON for a raw line."""
+        return {**asdict(self), "worst": list(self.worst)}
+
+
+def compare_choice(ids: Tensor, scores: Tensor, slack: Tensor) -> Discrete:
+    """Check top-k ids against fp64 selection scores with a declared near-tie rule.
+
+    A choice is right if its ids are distinct and in range, no score left out exceeds a chosen one by more than `slack`,
+    and each chosen score is not exceeded by a later one by more than `slack`. Where scores are exactly equal and the
+    slack is 0 the lower id must be chosen and come first. A NaN score is below every number.
+
+    Args:
+        ids: [M, k] integer, the choice, best first.
+        scores: [M, E] f64, what the choice is made on.
+        slack: [M] f64, per row, how far two scores may be apart and still count as tied; 0 demands the exact order.
+    """
+    rows, k = ids.shape
+    experts = scores.shape[1]
+    exact = reference_choice(scores, k)
+    broken: dict[int, str] = {}
+    near = 0
+    for row in range(rows):
+        chosen = [int(i) for i in ids[row]]
+        if chosen == exact[row].tolist():
+            continue
+        rule = _broken_rule(chosen, scores[row], float(slack[row]), experts)
+        if rule:
+            broken[row] = rule
+        else:
+            near += 1
+    first = min(broken) if broken else None
+    return Discrete(
+        rows=rows,
+        violations=len(broken),
+        rule="" if first is None else broken[first],
+        slack=float(slack.max()) if rows else 0.0,
+        near_ties=near,
+        worst=() if first is None else (first,),
+    )
+
+
+def reference_choice(scores: Tensor, k: int) -> Tensor:
+    """Ids of the k largest scores, [M, k] i64: descending, ties to the lower id, NaN last."""
+    ranked = torch.where(scores.isnan(), -torch.inf, scores)
+    order = torch.argsort(ranked, dim=1, descending=True, stable=True)
+    # A NaN ties with nothing: it goes behind a score of -inf too.
+    nan_last = torch.argsort(torch.gather(scores.isnan(), 1, order).to(torch.uint8), dim=1, stable=True)
+    return torch.gather(order, 1, nan_last)[:, :k]
+
+
+def _broken_rule(chosen: list[int], scores: Tensor, slack: float, experts: int) -> str:
+    if any(not 0 <= i < experts for i in chosen):
+        return "range"
+    if len(set(chosen)) != len(chosen):
+        return "repeated"
+    ranked = torch.where(scores.isnan(), -torch.inf, scores)
+    picked = ranked[chosen]
+    left = [i for i in range(experts) if i not in set(chosen)]
+    if left and float(ranked[left].max()) > float(picked.min()) + slack:
+        return "not_largest"
+    values = picked.tolist()
+    if any(later > earlier + slack for at, earlier in enumerate(values) for later in values[at + 1 :]):
+        return "order"
+    # Within the slack any choice is right; at slack 0 only exact ties remain, and those go to the lower id.
+    return "" if slack > 0 else "tie"
+
+
+def weights_of_choice(ids: Tensor, scores: Tensor, scale: float) -> Tensor:
+    """Routing weights that the definition gives to an arbitrary choice, [M, k] f64.
+
+    Args:
+        ids: [M, k] integer in range.
+        scores: [M, E] f64 sigmoid scores without the selection bias.
+        scale: routed scaling factor.
+    """
+    chosen = torch.gather(scores, 1, ids.to(torch.int64))
+    return scale * chosen / (chosen.sum(1, keepdim=True) + 1e-20)

@@ -16,7 +16,17 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from k3_backend.aot.compile import ABI_DIR, ABI_VERSION, BuildError, FfiPaths, Runner, Unit, compile_unit, run_local
+from k3_backend.aot.compile import (
+    ABI_DIR,
+    ABI_VERSION,
+    BuildError,
+    FfiPaths,
+    Inputs,
+    Runner,
+    Unit,
+    compile_unit,
+    run_local,
+)
 from k3_backend.aot.cpu.host import ARCHS
 from k3_backend.aot.manifest import Artifact, ArtifactError, file_digest
 from k3_backend.aot.schedule import ScheduleError, load_tunables
@@ -139,35 +149,36 @@ def _build_unit(unit: Unit, out_dir: Path, run: Runner) -> Artifact:
         out_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=out_dir.resolve()) as name:
             staging = Path(name)
-            ffi = FfiPaths.installed()
-            toolchain = unit.toolchain(ffi, run, staging)
-            key = unit.inputs_digest(ffi, toolchain)
-            final = out_dir.resolve() / f"{unit.op}-{unit.arch}-{unit.geometry}-{key[:20]}"
-            return _cached(final, key) or _publish(_make(unit, ffi, toolchain, staging, run), final, key)
+            inputs = unit.inputs(run, staging)
+            final = out_dir.resolve() / f"{unit.op}-{unit.arch}-{unit.geometry}-{inputs.digest[:20]}"
+            return _cached(final, inputs) or _publish(_make(unit, inputs, staging, run), final, inputs)
     except OSError as error:
         expected = "a writable folder with free space"
         raise unit.error(f"cannot write the artifact ({error})", where=out_dir, expected=expected) from error
 
 
-def _make(unit: Unit, ffi: FfiPaths, toolchain: dict[str, str], staging: Path, run: Runner) -> Artifact:
+def _make(unit: Unit, inputs: Inputs, staging: Path, run: Runner) -> Artifact:
     """Compile in one folder, collect the result in another; both lie in `staging`."""
     scratch = staging / "scratch"
     result = staging / "artifact"
     scratch.mkdir()
     result.mkdir()
-    compile_unit(unit, ffi, run, scratch)
+    compile_unit(unit, inputs.ffi, run, scratch)
     for file in (scratch / unit.object_name, *unit.extra_files):
         shutil.copyfile(file, result / file.name)
     files = {file.name: file_digest(file) for file in sorted(result.iterdir())}
     artifact = Artifact(
         op=unit.op, arch=unit.arch, geometry=unit.geometry, device="cpu", abi=ABI_VERSION, files=files,
-        toolchain=toolchain, inputs_digest=unit.inputs_digest(ffi, toolchain), path=result,
+        toolchain=inputs.toolchain, inputs_digest=inputs.digest, path=result,
     )  # fmt: skip
+    if unit.inputs(run, scratch) != inputs:
+        expected = "sources and tools that stay as they are until the build ends"
+        raise unit.error("the inputs changed during the build", where=unit.source, expected=expected)
     artifact.write()
     return artifact
 
 
-def _cached(final: Path, key: str) -> Artifact | None:
+def _cached(final: Path, inputs: Inputs) -> Artifact | None:
     """The finished artifact of this key. A damaged entry (full disk, edited by hand) is removed and built again."""
     if not final.is_dir():
         return None
@@ -176,15 +187,15 @@ def _cached(final: Path, key: str) -> Artifact | None:
     except ArtifactError:
         shutil.rmtree(final)
         return None
-    return artifact if artifact.inputs_digest == key else None
+    return artifact if artifact.inputs_digest == inputs.digest else None
 
 
-def _publish(artifact: Artifact, final: Path, key: str) -> Artifact:
+def _publish(artifact: Artifact, final: Path, inputs: Inputs) -> Artifact:
     """Move the staged folder into place; if another builder was first, its (equal) result is used."""
     try:
         artifact.path.rename(final)
     except OSError:
-        winner = _cached(final, key)
+        winner = _cached(final, inputs)
         if winner is None:
             raise
         return winner

@@ -16,11 +16,12 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from k3_backend.aot.manifest import canonical_json, file_digest
 from k3_backend.errors import BackendError
 
-__all__ = ["ABI_DIR", "ABI_VERSION", "BuildError", "FfiPaths", "Runner", "Unit", "compile_unit", "run_local"]
+__all__ = ["ABI_DIR", "ABI_VERSION", "BuildError", "FfiPaths", "Inputs", "Runner", "Unit", "compile_unit", "run_local"]
 
 ABI_VERSION = 1
 """`K3_ABI_VERSION` of `aot/cpu/k3_cpu.h`."""
@@ -81,6 +82,16 @@ class FfiPaths:
         return cls(Path(libinfo.find_include_path()).resolve(), Path(libinfo.find_libtvm_ffi()).resolve(), version)
 
 
+class Inputs(NamedTuple):
+    """What one build depends on, as found when it started."""
+
+    ffi: FfiPaths
+    toolchain: Mapping[str, str]
+    """Tool to version line."""
+    digest: str
+    """sha256 over sources, headers, command and toolchain, independent of where the trees lie: the cache key."""
+
+
 @dataclass(frozen=True)
 class Unit:
     """One object to compile: its place in the tree, its flags, and the files whose bytes decide the result."""
@@ -121,8 +132,18 @@ class Unit:
             "-o", self.object_name, str(self.source), *_LINK_FLAGS, f"-L{ffi.library.parent}", "-ltvm_ffi", "-lm",
         ]  # fmt: skip
 
-    def inputs_digest(self, ffi: FfiPaths, toolchain: Mapping[str, str]) -> str:
-        """sha256 over all that decides the object's bytes, independent of where the trees lie."""
+    def inputs(self, run: Runner, cwd: Path) -> Inputs:
+        """Look up the tools and hash everything that decides the object's bytes.
+
+        Raises:
+            BuildError: compiler, linker or apache-tvm-ffi missing.
+        """
+        try:
+            ffi = FfiPaths.installed()
+        except ImportError as error:
+            expected = "apache-tvm-ffi in this environment (pip install 'k3-backend[cpu]')"
+            raise self.error(f"no kernel ABI headers ({error})", where="tvm_ffi", expected=expected) from error
+        toolchain = self._toolchain(ffi, run, cwd)
         shared = {
             "k3_cpu.h": ABI_DIR / "k3_cpu.h",
             "c_api.h": ffi.include / "tvm" / "ffi" / "c_api.h",
@@ -135,18 +156,13 @@ class Unit:
         content = {
             "abi": ABI_VERSION,
             "command": command,
-            "toolchain": dict(toolchain),
+            "toolchain": toolchain,
             "sources": {p.relative_to(self.root).as_posix(): file_digest(p) for p in self.sources},
             "headers": {name: file_digest(path) for name, path in shared.items()},
         }
-        return hashlib.sha256(canonical_json(content).encode()).hexdigest()
+        return Inputs(ffi, toolchain, hashlib.sha256(canonical_json(content).encode()).hexdigest())
 
-    def toolchain(self, ffi: FfiPaths, run: Runner, cwd: Path) -> dict[str, str]:
-        """Tool to version line.
-
-        Raises:
-            BuildError: compiler or linker missing or not runnable.
-        """
+    def _toolchain(self, ffi: FfiPaths, run: Runner, cwd: Path) -> dict[str, str]:
         versions = {}
         for tool in (COMPILER, "ld"):
             command = [tool, "--version"]

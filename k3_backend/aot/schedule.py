@@ -1,23 +1,27 @@
 """Schedules: which value each tunable of a kernel takes, by number of rows.
 
-Two small TOML files meet here. `kernels/<op>/cpu.toml` *declares* tunables (name, allowed values, meaning); the order
-of declaration is the order of the kernel's trailing arguments. `schedules/cpu/<geometry>/<op>.toml` *chooses* one value
-per tunable for ascending buckets of rows M = B*T; the first bucket with `max_rows >= M` applies, and beyond the last
-bucket there is no schedule, so that the planner refuses instead of guessing. Nothing here searches or measures.
+Two small TOML files meet here. `kernels/<op>/cpu.toml` *declares* tunables (name, allowed values, meaning), in the
+order of the kernel's trailing arguments, and which values of its op's integer attributes the kernel `supports`.
+`schedules/cpu/<geometry>/<op>.toml` *chooses* one value per tunable for ascending buckets of rows M = B*T; the first
+bucket with `max_rows >= M` applies, and beyond the last bucket there is no schedule, so that the planner refuses
+instead of guessing. Nothing here searches or measures.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from k3_backend.errors import BackendError
 
-__all__ = ["Bucket", "Schedule", "ScheduleError", "Tunable", "load_tunables", "render"]
+__all__ = [
+    "Bucket", "Declarations", "Schedule", "ScheduleError", "Tunable", "load_declarations", "load_tunables", "render",
+]  # fmt: skip
 
 SCHEDULE_VERSION = 1
 
@@ -34,6 +38,16 @@ class Tunable:
     values: tuple[int, ...]
     """Allowed values, as declared."""
     meaning: str
+
+
+@dataclass(frozen=True)
+class Declarations:
+    """What `cpu.toml` says about a kernel."""
+
+    tunables: tuple[Tunable, ...]
+    """In argument order."""
+    supports: Mapping[str, tuple[int, ...]]
+    """Integer attribute of the op -> values that the kernel implements; an attribute that is absent is unrestricted."""
 
 
 @dataclass(frozen=True)
@@ -88,44 +102,53 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def load_tunables(path: Path) -> tuple[Tunable, ...]:
-    """Read the tunables that a kernel declares, in order.
+def load_declarations(path: Path) -> Declarations:
+    """Read what a kernel's `cpu.toml` declares.
 
     Raises:
         ScheduleError: unreadable file, unknown keys, an empty or repeated list of values, a missing meaning.
     """
     doc = _read(path, "declare tunables as in docs/kernel-authoring.md")
+    for key, table in doc.data.items():
+        if key not in ("tunables", "supports") or not isinstance(table, dict):
+            where = doc.line(rf"\[*\s*\"?{re.escape(key)}")
+            raise _declaration_error(f"unexpected {key!r}", where, "only [tunables.<name>] and [supports] tables")
+    tunables = tuple(_tunable(doc, name, table) for name, table in doc.data.get("tunables", {}).items())
+    supports = doc.data.get("supports", {})
+    for name, values in supports.items():
+        if not _is_int_list(values):
+            where = doc.line(rf"{re.escape(name)}\s*=")
+            raise _declaration_error(f"supports.{name} = {values!r}", where, "a non-empty list of different integers")
+    return Declarations(tunables, {name: tuple(values) for name, values in supports.items()})
 
-    def fail(what: str, where: str, expected: str) -> ScheduleError:
-        return ScheduleError(what, where=where, expected=expected, next="see docs/kernel-authoring.md")
 
-    for key in doc.data:
-        if key != "tunables":
-            raise fail(f"unknown key {key!r}", doc.line(rf"\[?\"?{re.escape(key)}"), "only [tunables.<name>] tables")
-    declared = doc.data.get("tunables", {})
-    if not isinstance(declared, dict):
-        raise fail("tunables is not a table", doc.line("tunables"), "[tunables.<name>] tables")
-    tunables = []
-    for name, table in declared.items():
-        where = doc.line(rf"\[\s*tunables\s*\.\s*{re.escape(name)}\s*\]")
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-            raise fail(f"tunable name {name!r}", where, "lower-case letters, digits and underscores")
-        if name == "max_rows":
-            raise fail("max_rows cannot be a tunable", where, "a name other than the schedule's own key")
-        if not isinstance(table, dict) or set(table) != {"values", "meaning"}:
-            raise fail(f"tunable {name}: keys {sorted(table)}", where, "exactly `values` and `meaning`")
-        values, meaning = table["values"], table["meaning"]
-        if (
-            not isinstance(values, list)
-            or not values
-            or not all(map(_is_int, values))
-            or len(set(values)) != len(values)
-        ):
-            raise fail(f"tunable {name}: values {values!r}", where, "a non-empty list of different integers")
-        if not isinstance(meaning, str) or not meaning.strip():
-            raise fail(f"tunable {name}: empty meaning", where, "one sentence saying what the value controls")
-        tunables.append(Tunable(name, tuple(values), meaning))
-    return tuple(tunables)
+def load_tunables(path: Path) -> tuple[Tunable, ...]:
+    """The tunables that a kernel's `cpu.toml` declares, in argument order; ScheduleError as `load_declarations`."""
+    return load_declarations(path).tunables
+
+
+def _declaration_error(what: str, where: str, expected: str) -> ScheduleError:
+    return ScheduleError(what, where=where, expected=expected, next="see docs/kernel-authoring.md")
+
+
+def _is_int_list(values: object) -> bool:
+    return isinstance(values, list) and bool(values) and all(map(_is_int, values)) and len(set(values)) == len(values)
+
+
+def _tunable(doc: _Text, name: str, table: object) -> Tunable:
+    where = doc.line(rf"\[\s*tunables\s*\.\s*\"?{re.escape(name)}\"?\s*\]")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name == "max_rows":
+        rule = "lower-case letters, digits and underscores, other than the schedule's own max_rows"
+        raise _declaration_error(f"tunable name {name!r}", where, rule)
+    if not isinstance(table, dict) or set(table) != {"values", "meaning"}:
+        keys = sorted(table) if isinstance(table, dict) else table
+        raise _declaration_error(f"tunable {name}: {keys}", where, "a table with exactly `values` and `meaning`")
+    values, meaning = table["values"], table["meaning"]
+    if not _is_int_list(values):
+        raise _declaration_error(f"tunable {name}: values {values!r}", where, "a non-empty list of different integers")
+    if not isinstance(meaning, str) or not meaning.strip():
+        raise _declaration_error(f"tunable {name}: empty meaning", where, "one sentence saying what the value controls")
+    return Tunable(name, tuple(values), meaning)
 
 
 @dataclass(frozen=True)
@@ -155,56 +178,52 @@ class Schedule:
                 lists, unsorted or repeated buckets, no bucket at all. The message names file and line.
         """
         doc = _read(
-            path, f"write it with the tuner, or by hand: docs/kernel-authoring.md (op {op}, geometry {geometry})"
+            path, f"write it with the tuner or by hand (op {op}, geometry {geometry}): docs/kernel-authoring.md"
         )
-
-        def fail(what: str, where: str, expected: str) -> ScheduleError:
-            return ScheduleError(what, where=where, expected=expected, next=f"compare with kernels/{op}/cpu.toml")
-
         for key in doc.data:
             if key not in ("version", "bucket"):
-                raise fail(
-                    f"unknown key {key!r}", doc.line(rf"\[*\"?{re.escape(key)}"), "version and [[bucket]] tables only"
-                )
+                where = doc.line(rf"\[*\s*\"?{re.escape(key)}")
+                raise _schedule_error(op, f"unknown key {key!r}", where, "version and [[bucket]] tables only")
         version = doc.data.get("version")
         if not _is_int(version) or version != SCHEDULE_VERSION:
-            raise fail(f"version is {version!r}", doc.line(r"version\s*="), f"version = {SCHEDULE_VERSION}")
+            where = doc.line(r"version\s*=")
+            raise _schedule_error(op, f"version is {version!r}", where, f"version = {SCHEDULE_VERSION}")
         tables = doc.data.get("bucket")
         if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-            raise fail("no buckets", doc.line("bucket"), "at least one [[bucket]] table")
-        known = {t.name: t for t in tunables}
+            raise _schedule_error(op, "no buckets", doc.line(r"\[*\s*bucket"), "at least one [[bucket]] table")
         buckets: list[Bucket] = []
         for index, table in enumerate(tables):
-            rows = table.get("max_rows")
-            where = doc.key_in_bucket(index, "max_rows")
-            if not _is_int(rows) or rows < 1:
-                raise fail(f"bucket {index + 1}: max_rows is {rows!r}", where, "an integer of at least 1")
-            if buckets and rows <= buckets[-1].max_rows:
-                raise fail(
-                    f"bucket {index + 1}: max_rows {rows} after {buckets[-1].max_rows}",
-                    where,
-                    "strictly ascending max_rows",
-                )
-            for name, value in table.items():
-                if name == "max_rows":
-                    continue
-                where = doc.key_in_bucket(index, name)
-                if name not in known:
-                    raise fail(f"unknown tunable {name!r}", where, f"tunables {', '.join(known) or '(none)'}")
-                if not _is_int(value) or value not in known[name].values:
-                    raise fail(
-                        f"{name} = {value!r}", where, f"one of {list(known[name].values)} ({known[name].meaning})"
-                    )
-            missing = [name for name in known if name not in table]
-            if missing:
-                where = doc.key_in_bucket(index, "")
-                raise fail(
-                    f"bucket max_rows = {rows}: no value for {', '.join(missing)}",
-                    where,
-                    "one value per declared tunable",
-                )
-            buckets.append(Bucket(rows, {name: table[name] for name in known}))
+            previous = buckets[-1].max_rows if buckets else 0
+            buckets.append(_bucket(op, table, tunables, previous, partial(doc.key_in_bucket, index)))
         return cls(op, geometry, tuple(tunables), tuple(buckets))
+
+
+def _schedule_error(op: str, what: str, where: str, expected: str) -> ScheduleError:
+    return ScheduleError(what, where=where, expected=expected, next=f"compare with kernels/{op}/cpu.toml")
+
+
+def _bucket(
+    op: str, table: Mapping[str, Any], tunables: Sequence[Tunable], previous: int, where: Callable[[str], str]
+) -> Bucket:
+    """One validated bucket; `previous` is the max_rows before it, `where` finds the line of a key."""
+    rows = table.get("max_rows")
+    if not _is_int(rows) or rows is None or rows <= previous:
+        rule = f"an integer above {previous} (strictly ascending)"
+        raise _schedule_error(op, f"max_rows is {rows!r}", where("max_rows"), rule)
+    known = {t.name: t for t in tunables}
+    for name, value in table.items():
+        if name == "max_rows":
+            continue
+        if name not in known:
+            rule = f"tunables {', '.join(known) or '(none)'}"
+            raise _schedule_error(op, f"unknown tunable {name!r}", where(name), rule)
+        if not _is_int(value) or value not in known[name].values:
+            rule = f"one of {list(known[name].values)} ({known[name].meaning})"
+            raise _schedule_error(op, f"{name} = {value!r}", where(name), rule)
+    if missing := [name for name in known if name not in table]:
+        what = f"bucket max_rows = {rows}: no value for {', '.join(missing)}"
+        raise _schedule_error(op, what, where("max_rows"), "one value per declared tunable")
+    return Bucket(rows, {name: table[name] for name in known})
 
 
 def render(schedule: Schedule) -> str:

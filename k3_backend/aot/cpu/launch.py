@@ -23,7 +23,7 @@ from k3_backend.aot.compile import ABI_VERSION
 from k3_backend.aot.cpu.binding import TENSOR_ALIGNMENT, BindError, CallArguments, check_attrs, check_tensors
 from k3_backend.aot.cpu.host import ARCHS, host_cpu_flags
 from k3_backend.aot.manifest import Artifact, ArtifactError
-from k3_backend.aot.schedule import Schedule, ScheduleError, Tunable, load_tunables
+from k3_backend.aot.schedule import Schedule, ScheduleError, Tunable, load_declarations
 from k3_backend.errors import BackendError
 from k3_backend.geometry import Geometry
 from k3_backend.ops import OPS, OpSpec
@@ -175,7 +175,9 @@ class LoadedOp:
         self.artifact = artifact
         self.spec: OpSpec = OPS[artifact.op]
         self.geometry = geometry
-        self.tunables: tuple[Tunable, ...] = load_tunables(artifact.path / "cpu.toml")
+        declared = load_declarations(artifact.path / "cpu.toml")
+        self.tunables: tuple[Tunable, ...] = declared.tunables
+        self.supports: Mapping[str, tuple[int, ...]] = declared.supports
         self.schedule: Schedule | None = None
         if schedule_file is not None and schedule_file.exists():
             self.schedule = Schedule.load(schedule_file, op=artifact.op, geometry=geometry.name, tunables=self.tunables)

@@ -5,11 +5,11 @@ The repository object is the only source of the candidate's files; a gate never 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.git import Repository
+from harness.progress import Progress, silent
 from harness.records import Candidate, Cell
 from harness.settings import Settings, Target, Tier
 from harness.store import EvidenceSink
@@ -57,4 +57,4 @@ class GateContext:
     """Set by the build gate; gates that need it are not_evaluated without."""
     candidates_tried: int = 1
     """How many candidates this run may try: the error budget is spent over them."""
-    progress: Callable[[str], None] = field(default=lambda message: None)
+    progress: Progress = silent

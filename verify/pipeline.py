@@ -11,14 +11,15 @@ import hashlib
 import importlib
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from harness import canonical
 from harness.errors import FasttrackError
 from harness.git import Repository
+from harness.progress import Progress, silent
 from harness.records import (
     GATES,
     Candidate,
@@ -59,7 +60,7 @@ class Job:
     task_cells: tuple[Cell, ...] = ()
     allow: tuple[str, ...] = ()
     candidates_tried: int = 1
-    progress: Callable[[str], None] = field(default=lambda message: None)
+    progress: Progress = silent
 
 
 @dataclass(frozen=True)

@@ -317,25 +317,27 @@ class LaunchList:
 
 
 class KernelSet(Mapping[str, LoadedOp]):
-    """The specialised ops of one geometry, by op name."""
+    """The specialised ops of one geometry, by op name, and the runtime that launches them."""
 
-    def __init__(self, ops: Mapping[str, LoadedOp], geometry: Geometry) -> None:
+    def __init__(self, ops: Mapping[str, LoadedOp], geometry: Geometry, runtime: Runtime) -> None:
         self._ops = dict(ops)
         self.geometry = geometry
+        self.runtime = runtime
 
     @classmethod
-    def load(cls, artifacts: Mapping[str, Artifact], schedules_dir: Path, geometry: Geometry) -> KernelSet:
+    def load(
+        cls, artifacts: Mapping[str, Artifact], schedules_dir: Path, geometry: Geometry, runtime: Artifact
+    ) -> KernelSet:
         """Load artifacts of one geometry with the schedules in `schedules_dir` (the folder that holds `cpu/`).
 
-        An op without a schedule file is loaded; the planner refuses to use it.
+        An op without a schedule file is loaded; the planner refuses to use it. `runtime` is `build_runtime()`'s.
 
         Raises:
             ArtifactError, ScheduleError: as in `LoadedOp`, of the first op that cannot be loaded.
         """
         folder = schedules_dir / "cpu" / geometry.name
-        return cls(
-            {op: LoadedOp(artifact, geometry, folder / f"{op}.toml") for op, artifact in artifacts.items()}, geometry
-        )
+        ops = {op: LoadedOp(artifact, geometry, folder / f"{op}.toml") for op, artifact in artifacts.items()}
+        return cls(ops, geometry, Runtime(runtime))
 
     def __getitem__(self, op: str) -> LoadedOp:
         return self._ops[op]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,9 +18,21 @@ from rich.table import Table
 from harness.errors import FasttrackError
 from harness.records import VerdictWord
 
-__all__ = ["EXIT_FALLS_SHORT", "EXIT_FINE", "EXIT_INCOMPLETE", "EXIT_USAGE", "Output", "fail", "verdict_exit"]
+__all__ = [
+    "EXIT_FALLS_SHORT",
+    "EXIT_FINE",
+    "EXIT_INCOMPLETE",
+    "EXIT_USAGE",
+    "Json",
+    "Output",
+    "report_problem",
+    "verdict_exit",
+]
 
 EXIT_FINE, EXIT_FALLS_SHORT, EXIT_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; everything else on stderr.")]
+"""The option that every command has."""
 
 _stderr = Console(stderr=True, highlight=False)
 
@@ -59,14 +71,14 @@ class Output:
             sys.stdout.write(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
-def fail(error: FasttrackError, json_mode: bool) -> NoReturn:
-    """Print the four parts of a problem and exit with 2."""
+def report_problem(error: FasttrackError, json_mode: bool) -> int:
+    """Print the four parts of a problem; its exit code is 2."""
     parts = {"what": error.what, "where": error.where, "expected": error.expected, "next": error.next}
     if json_mode:
         sys.stdout.write(json.dumps({"error": parts}, indent=2, sort_keys=True) + "\n")
     for name, text in parts.items():
         _stderr.print(f"[bold]{name:>9}[/bold]  {escape(_printable(text))}")
-    raise typer.Exit(EXIT_USAGE)
+    return EXIT_USAGE
 
 
 def _printable(text: str) -> str:

@@ -32,6 +32,7 @@ from harness.records import (
 )
 from harness.settings import Scope, Settings, Target, Tier
 from harness.store import EvidenceSink
+from k3_backend.aot.manifest import Artifact
 from verify.context import GateContext
 from verify.snapshots import JUDGING_PATHS, export_tree
 
@@ -72,6 +73,8 @@ class Verification:
     results: dict[GateName, GateResult]
     verdict: Verdict
     seconds: float
+    artifacts: tuple[Artifact, ...] = ()
+    """What was judged, as built; empty where the build gate did not pass."""
 
 
 def gate_module(gate: GateName) -> ModuleType:
@@ -139,7 +142,8 @@ def verify(job: Job) -> Verification:
         if result.outcome is Outcome.FAILED:
             break
     verdict = decide(job.target.name, job.tier.name, dict(job.target.required), results)
-    return Verification(context.candidate, results, verdict, time.monotonic() - started)
+    artifacts = tuple(context.arms.candidate.values()) if context.arms else ()
+    return Verification(context.candidate, results, verdict, time.monotonic() - started, artifacts)
 
 
 def _selected(job: Job) -> Sequence[GateName]:
@@ -165,7 +169,7 @@ def _stored(folder: Path, gate: GateName) -> GateResult | None:
 
 
 def _context(job: Job) -> GateContext:
-    base, head = job.candidate.base, job.candidate.head
+    base = job.candidate.base
     best = job.best or base
     base_tree = export_tree(job.repo, base, JUDGING_PATHS, job.cache)
     _store_candidate(job)

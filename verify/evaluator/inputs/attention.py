@@ -24,7 +24,7 @@ _TOKEN_BUDGET = 12_288
 def mla_query(d: Draw) -> Inputs:
     """`padding` maps some rows to no cache row; all classes scatter rows over the whole cache in random order."""
     g, rows = d.geometry, d.case.rows
-    page = d.choose(16, 32, 64)
+    page = d.fixed.choose(16, 32, 64)
     pages = 2 + -(-2 * rows // page)
     flat = (d.permutation((pages - 1) * page) + page)[:rows].to(torch.int64)
     if d.kind == "padding":
@@ -57,18 +57,21 @@ def mla_query_masks(tensors: Tensors, attrs: Attrs) -> Masks:
 def mla_decode(d: Draw) -> Inputs:
     """`ragged`: lengths 0, T, and around page borders; `peaked`: one key takes nearly all weight; `late`: the value
     signal is in the last positions; `sharded`: one shard of DCP 2, 4 or 8 with interleave 1 or 4, empty shards
-    included; `long`: one request as long as the case's budget allows."""
+    included; `long`: one request as long as the case's budget allows.
+    """
     g, batch, tokens = d.geometry, d.case.batch, d.case.tokens
-    page = d.choose(16, 32, 64)
-    size = d.choose(2, 4, 8) if d.kind == "sharded" else 1
-    interleave = d.choose(1, 4) if d.kind == "sharded" else 1
-    rank = d.integer(0, size - 1)
-    lens = _lengths(d, page)
+    page = d.fixed.choose(16, 32, 64)
+    size = d.fixed.choose(2, 4, 8) if d.kind == "sharded" else 1
+    interleave = d.fixed.choose(1, 4) if d.kind == "sharded" else 1
+    rank = d.fixed.integer(0, size - 1)
+    planned = _lengths(d, page)
+    needed = [-(-_local_length(length, rank, size, interleave) // page) for length in planned]
+    # Every replay of the bound call has its own lengths within the planned pages.
+    lens = [max(tokens, length - d.integer(0, 3)) if length else 0 for length in planned]
     local = [_local_length(length, rank, size, interleave) for length in lens]
-    needed = [-(-n // page) for n in local]
     pages = sum(needed) + 3
     order = (d.permutation(pages - 1) + 1).to(torch.int32)
-    table = order[d.integers(0, pages - 2, (batch, max(1, *needed) + d.integer(0, 2)))]
+    table = order[d.integers(0, pages - 2, (batch, max(1, *needed) + d.fixed.integer(0, 2)))]
     taken = 0
     for b, count in enumerate(needed):
         table[b, :count] = order[taken : taken + count]
@@ -79,7 +82,7 @@ def mla_decode(d: Draw) -> Inputs:
         cache = torch.full_like(cache, 0.5) + d.normal((pages, page, 1), 0.5)
     for b, count in enumerate(local):
         if count:
-            _shape_keys(d, cache, query, [int(p) for p in table[b, : needed[b]]], b, count)
+            _shape_keys(d, cache, query[b * tokens : (b + 1) * tokens], [int(p) for p in table[b, : needed[b]]], count)
     tensors: Tensors = {
         "query": query.to(torch.bfloat16),
         "kv_cache": cache.to(torch.bfloat16),
@@ -118,15 +121,17 @@ def _lengths(d: Draw, page: int) -> list[int]:
     longest = max(tokens, min(2_304, _TOKEN_BUDGET // batch))
     if d.kind == "long":
         top = max(tokens, min(8_192, _TOKEN_BUDGET - batch * 32))
-        lens = [min(top, tokens + d.integer(0, 31)) for _ in range(batch)]
-        lens[d.integer(0, batch - 1)] = top - d.integer(0, 3)
+        lens = [min(top, tokens + d.fixed.integer(0, 31)) for _ in range(batch)]
+        lens[d.fixed.integer(0, batch - 1)] = top - d.fixed.integer(0, 3)
         return [max(tokens, n) for n in lens]
     if d.kind in ("ragged", "sharded"):
-        border = page * d.integer(1, max(1, longest // page))
-        special = [0, tokens, border - 1, border, border + 1, longest, d.integer(tokens, longest)]
-        lens = [special[(at + d.integer(0, 1)) % len(special)] for at in range(batch)]
-        return [0 if n == 0 else max(tokens, min(n, longest)) for n in (lens[int(i)] for i in d.permutation(batch))]
-    return [d.integer(tokens, longest) for _ in range(batch)]
+        border = page * d.fixed.integer(1, max(1, longest // page))
+        special = [0, tokens, border - 1, border, border + 1, longest, d.fixed.integer(tokens, longest)]
+        lens = [special[(at + d.fixed.integer(0, 1)) % len(special)] for at in range(batch)]
+        return [
+            0 if n == 0 else max(tokens, min(n, longest)) for n in (lens[int(i)] for i in d.fixed.permutation(batch))
+        ]
+    return [d.fixed.integer(tokens, longest) for _ in range(batch)]
 
 
 def _local_length(length: int, rank: int, size: int, interleave: int) -> int:
@@ -135,13 +140,13 @@ def _local_length(length: int, rank: int, size: int, interleave: int) -> int:
     return length // cycle * interleave + min(interleave, max(0, length % cycle - rank * interleave))
 
 
-def _shape_keys(d: Draw, cache: Tensor, query: Tensor, pages: list[int], request: int, count: int) -> None:
+def _shape_keys(d: Draw, cache: Tensor, query: Tensor, pages: list[int], count: int) -> None:
     """Give one request's cached rows the structure of the case's class, in place (f32 cache and query)."""
     page, tokens = cache.shape[1], d.case.tokens
     where = d.integer(0, count - 1)
     if d.kind == "peaked":
         key = cache[pages[where // page], where % page]
-        query[request * tokens : (request + 1) * tokens] += key * 3.0
+        query += key * 3.0
     elif d.kind == "late":
         for position in range(max(0, count - 3 - tokens)):
             cache[pages[position // page], position % page] *= 0.02
@@ -150,9 +155,10 @@ def _shape_keys(d: Draw, cache: Tensor, query: Tensor, pages: list[int], request
 def mla_value(d: Draw) -> Inputs:
     """`shards`: 2 to 8 partial results; `empty`: some or all sources of a row have lse -inf, +inf or NaN and garbage
     values, a wholly empty row has a NaN gate; `far_lse`: one shard outweighs the others by 2^40 and more;
-    `saturated`: gates of +-30 and beyond."""
+    `saturated`: gates of +-30 and beyond.
+    """
     g, rows = d.geometry, d.case.rows
-    shards = 1 if d.kind in (*ACTIVATION_KINDS, "saturated") else d.integer(2, 8)
+    shards = 1 if d.kind in (*ACTIVATION_KINDS, "saturated") else d.fixed.integer(2, 8)
     lse = d.uniform(-12.0, 12.0, (shards, rows, g.heads))
     proj = d.activation((rows, g.mla_proj_rows))
     gate = slice(g.q_lora + g.mla_row, g.q_lora + g.mla_row + g.mla_width)

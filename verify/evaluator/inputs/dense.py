@@ -23,7 +23,7 @@ def input_projection(d: Draw) -> Inputs:
     g = d.geometry
     return {
         "x": d.activation((d.case.rows, g.hidden)),
-        "w": d.weight(d.choose(g.kda_proj_rows, g.mla_proj_rows), g.hidden),
+        "w": d.weight(d.fixed.choose(g.kda_proj_rows, g.mla_proj_rows), g.hidden),
     }, {}
 
 
@@ -43,14 +43,14 @@ def oproj_allreduce(d: Draw) -> Inputs:
     """`ranks`: two tensor-parallel ranks in one process; `cancelling`: the prefix nearly cancels the projection."""
     g, rows = d.geometry, d.case.rows
     ranks = 2 if d.kind == "ranks" else 1
-    width = d.choose(g.kda_width, g.mla_width) // ranks
+    width = d.fixed.choose(g.kda_width, g.mla_width) // ranks
     x, w = d.activation((ranks, rows, width)), d.weight(g.hidden, width, ranks)
     prefix = d.activation((rows, g.hidden))
     if d.kind == "cancelling":
         y = torch.einsum("rmk,rdk->md", x.float(), w.float())
         prefix = (-y * d.uniform(0.9, 1.1, y.shape)).to(torch.bfloat16)
     tensors: Tensors = {"x": x, "w": w, "prefix": prefix}
-    return tensors, {"restart": 0 if d.kind == "cancelling" else d.choose(0, 0, 1)}
+    return tensors, {"restart": 0 if d.kind == "cancelling" else d.fixed.choose(0, 0, 1)}
 
 
 def oproj_allreduce_masks(tensors: Tensors, attrs: Attrs) -> Masks:
@@ -63,14 +63,15 @@ def oproj_allreduce_masks(tensors: Tensors, attrs: Attrs) -> Masks:
 
 def attn_res(d: Draw) -> Inputs:
     """Attributes of a random site of the geometry's decode step, or of the stated extreme. `peaked`: one source takes
-    nearly all weight; `all_sources` and `no_sources`: the largest and the empty mix."""
+    nearly all weight; `all_sources` and `no_sources`: the largest and the empty mix.
+    """
     g, rows = d.geometry, d.case.rows
     sites = [site for site in decode_program(g) if site.op == "attn_res"]
     if d.kind == "no_sources":
         sites = [site for site in sites if site.attrs["sources"] == 0]
     elif d.kind == "all_sources":
         sites = [site for site in sites if site.attrs["sources"] == g.attn_res_blocks]
-    attrs: Attrs = dict(sites[d.integer(0, len(sites) - 1)].attrs)
+    attrs: Attrs = dict(sites[d.fixed.integer(0, len(sites) - 1)].attrs)
     blocks = d.activation((rows, g.attn_res_blocks, g.hidden))
     res_proj = d.normal((g.hidden,), 0.05)
     if d.kind == "peaked":

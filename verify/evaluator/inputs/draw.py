@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from k3_backend.geometry import Geometry
 
-__all__ = ["ACTIVATION_KINDS", "Case", "Draw"]
+__all__ = ["ACTIVATION_KINDS", "Case", "Draw", "Source"]
 
 ACTIVATION_KINDS = ("gaussian", "wide", "equal", "spikes", "tail")
 """Input classes that every op with floating activations has:
@@ -53,27 +53,14 @@ class Case:
         return f"{self.op}/{self.kind}/b{self.batch}/t{self.tokens}/w{self.threads}/{self.seed[:12]}"
 
 
-@dataclass
-class Draw:
-    """The generator of one case."""
+class Source:
+    """Uniform integers, permutations and real values from one seeded generator."""
 
-    case: Case
-    geometry: Geometry
-    salt: str = ""
-    """Distinguishes draws with the same sizes and other values (replays with changed inputs)."""
-    generator: torch.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, *labels: str) -> None:
+        digest = hashlib.sha256("|".join(labels).encode()).digest()
         self.generator = torch.Generator()
-        digest = hashlib.sha256(f"{self.case.id}|{self.case.seed}|{self.salt}".encode()).digest()
         self.generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
-    @property
-    def kind(self) -> str:
-        """Input class of the case."""
-        return self.case.kind
-
-    # --- scalars and permutations --------------------------------------------------------------------------------
     def integer(self, low: int, high: int) -> int:
         """Uniform integer in [low, high]."""
         return int(torch.randint(low, high + 1, (), generator=self.generator))
@@ -94,7 +81,6 @@ class Draw:
         """Boolean tensor, true with the given probability."""
         return torch.rand(tuple(shape), generator=self.generator) < probability
 
-    # --- values ----------------------------------------------------------------------------------------------------
     def normal(self, shape: Sequence[int], scale: float = 1.0) -> Tensor:
         """f32 normal values."""
         return torch.randn(tuple(shape), generator=self.generator) * scale
@@ -102,6 +88,28 @@ class Draw:
     def uniform(self, low: float, high: float, shape: Sequence[int]) -> Tensor:
         """f32 uniform values."""
         return torch.rand(tuple(shape), generator=self.generator) * (high - low) + low
+
+
+class Draw(Source):
+    """The generator of one case's values.
+
+    Args:
+        case: what is drawn.
+        geometry: its dimensions.
+        salt: another salt gives other values; `fixed` does not depend on it.
+    """
+
+    def __init__(self, case: Case, geometry: Geometry, salt: str = "") -> None:
+        super().__init__("values", case.id, case.seed, salt)
+        self.case = case
+        self.geometry = geometry
+        self.fixed = Source("fixed", case.id, case.seed)
+        """Decides sizes and attributes: what stays when a bound call is replayed with changed contents."""
+
+    @property
+    def kind(self) -> str:
+        """Input class of the case."""
+        return self.case.kind
 
     def activation(self, shape: Sequence[int], scale: float = 1.0) -> Tensor:
         """bf16 activations of the case's input class; classes that an op defines itself draw gaussian ones here."""

@@ -16,9 +16,10 @@ MOE_EXPERTS_KINDS = (*ACTIVATION_KINDS, "one_expert", "saturated", "zero_weights
 
 
 def moe_front(d: Draw) -> Inputs:
-    """`near_ties`: experts whose scores differ by about one f32 rounding; `exact_ties`: equal expert rows whose products
-    are exact in any order of summation, so that the lower id must win; `nan_score`: some biases are NaN; `saturated`:
-    logits of +-20 and beyond; `bias_decides`: biases that overrule the scores."""
+    """`near_ties`: experts whose scores differ by about one f32 rounding; `exact_ties`: equal expert rows whose
+    products are exact in any order of summation, so that the lower id must win; `nan_score`: some biases are NaN; `saturated`:
+    logits of +-20 and beyond; `bias_decides`: biases that overrule the scores.
+    """
     g, rows = d.geometry, d.case.rows
     x, gate, bias = (
         d.activation((rows, g.hidden)),
@@ -45,12 +46,13 @@ def moe_front(d: Draw) -> Inputs:
         "bias": bias,
         "w_down": d.weight(g.latent, g.hidden),
     }
-    return tensors, {"scale": float(d.choose(2, 5)) / 2.0, "top_k": g.top_k}
+    return tensors, {"scale": float(d.fixed.choose(2, 5)) / 2.0, "top_k": g.top_k}
 
 
 def moe_experts(d: Draw) -> Inputs:
     """`one_expert`: all rows choose the same experts; `zero_weights`: some routing weights are exactly 0; `saturated`:
-    activations far outside the linear range; `mxfp4`, `mxfp4_wide`: packed experts, scales near 1 or over 2^+-20."""
+    activations far outside the linear range; `mxfp4`, `mxfp4_wide`: packed experts, scales near 1 or over 2^+-20.
+    """
     g, rows = d.geometry, d.case.rows
     scale = 12.0 if d.kind == "saturated" else 1.0
     scores = torch.rand((rows, g.experts), generator=d.generator)

@@ -17,11 +17,12 @@ def kda_decode(d: Draw) -> Inputs:
     """`padding` mixes null requests and unwanted writes (null slots behind the first) in; `saturated`: write strength
     and output gates at 0 or 1, decays at their bounds; `long_decay`: decays near one on states whose columns differ by
     2^12, so that a state kept in bf16 shows; `large_state`: states far larger than the update; `wide_pool`: a pool made
-    for more drafts than this step has."""
+    for more drafts than this step has.
+    """
     g, batch, tokens = d.geometry, d.case.batch, d.case.tokens
     rows, width, head = d.case.rows, g.kda_width, g.kda_head_dim
-    taps = tokens + 2 + (d.integer(1, 5) if d.kind == "wide_pool" else 0)
-    pool = 1 + rows + d.integer(2, 4)
+    taps = tokens + 2 + (d.fixed.integer(1, 5) if d.kind == "wide_pool" else 0)
+    pool = 1 + rows + d.fixed.integer(2, 4)
     slots = (d.permutation(pool - 1) + 1)[:rows].reshape(batch, tokens).to(torch.int32)
     if d.kind == "padding":
         _remove_slots(d, slots)
@@ -71,7 +72,8 @@ def _remove_slots(d: Draw, slots: Tensor) -> None:
 
 def kda_decode_masks(tensors: Tensors, attrs: Attrs) -> Masks:
     """A request that is not null writes its slots' states and the first T + 2 conv rows of its first slot; it reads one
-    state and three conv rows. Nothing else of the pools matters or changes."""
+    state and three conv rows. Nothing else of the pools matters or changes.
+    """
     del attrs
     proj, f_b, a_log = tensors["proj"], tensors["f_b"], tensors["a_log"]
     slots, accepted, conv, state = tensors["slots"], tensors["accepted"], tensors["conv_state"], tensors["state"]

@@ -1,0 +1,104 @@
+"""Captured inputs: what an op really receives in mid-decode of the seeded model.
+
+Stand-alone inputs miss the correlations that real activations have (outlier channels, nearly equal AttnRes scores,
+states that grew from a text). Here the standard path decodes a few steps of random tokens, with random acceptance where
+the step has drafts, and the arguments of one random site of the wanted op are taken from the last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from k3_backend.geometry import geometry
+from k3_backend.model.batch import cache_rows
+from k3_backend.model.program import Site, bind, decode_program
+from k3_backend.model.state import DecodeState
+from k3_backend.model.weights import ModelWeights
+from k3_backend.ops.registry import standard
+from verify.evaluator.inputs.draw import Draw
+from verify.evaluator.inputs.masks import Inputs, Tensors
+
+__all__ = ["captured"]
+
+_PAGE = 16
+_STEPS = 6
+"""Decode steps before the captured one."""
+_MODELS = 3
+"""Different seeded models in use; which one is part of the case's seed."""
+
+
+@lru_cache(maxsize=_MODELS)
+def _model(name: str, seed: int) -> ModelWeights:
+    return ModelWeights.seeded(geometry(name), seed)
+
+
+def captured(d: Draw) -> Inputs:
+    """Arguments of one random site of `d.case.op` for the case's batch and tokens."""
+    g, batch, tokens = d.geometry, d.case.batch, d.case.tokens
+    weights = _model(g.name, d.fixed.integer(0, _MODELS - 1))
+    program = decode_program(g, tokens)
+    candidates = [site for site in program if site.op == d.case.op]
+    wanted = candidates[d.fixed.integer(0, len(candidates) - 1)]
+    pages = -(-(_STEPS + 1) * tokens // _PAGE)
+    state = DecodeState.allocate(
+        g, slots=1 + batch * tokens + 2, pages=1 + batch * pages + 2, page_size=_PAGE, taps=tokens + 2
+    )
+    slots = (d.permutation(state.slots - 1) + 1)[: batch * tokens].reshape(batch, tokens).to(torch.int32)
+    table = (d.permutation(state.pages - 1) + 1)[: batch * pages].reshape(batch, pages).to(torch.int32)
+    kept = torch.zeros(batch, dtype=torch.int64)
+    accepted = torch.ones(batch, dtype=torch.int64)
+    for step in range(_STEPS + 1):
+        fields = _fields(kept, accepted, slots, table, tokens)
+        ids = d.integers(0, g.vocab - 1, (batch * tokens,))
+        taken = _run(weights, state, fields, ids, program, wanted=wanted if step == _STEPS else None)
+        accepted = d.integers(1, tokens, (batch,))
+        kept = kept + accepted
+    assert taken is not None
+    return taken
+
+
+def _fields(kept: Tensor, accepted: Tensor, slots: Tensor, table: Tensor, tokens: int) -> dict[str, Tensor]:
+    """Batch fields of a step whose requests hold `kept` [B] tokens so far."""
+    rows = [
+        row
+        for b, first in enumerate(kept.tolist())
+        for row in cache_rows([int(p) for p in table[b]], first, tokens, _PAGE)
+    ]
+    return {
+        "slots": slots,
+        "accepted": accepted.to(torch.int32),
+        "block_table": table,
+        "seq_lens": (kept + tokens).to(torch.int32),
+        "slot_mapping": torch.tensor(rows, dtype=torch.int64),
+    }
+
+
+def _run(
+    weights: ModelWeights,
+    state: DecodeState,
+    fields: Mapping[str, Tensor],
+    ids: Tensor,
+    program: tuple[Site, ...],
+    *,
+    wanted: Site | None,
+) -> Inputs | None:
+    """One decode step of the standard path; stops at `wanted` and returns copies of its arguments."""
+    g = weights.geometry
+    prefix = weights.embed[ids].clone()
+    blocks = torch.zeros(len(ids), g.attn_res_blocks, g.hidden, dtype=torch.bfloat16)
+    buffers: dict[str, Tensor] = {"prefix": prefix, "blocks": blocks, **fields, **state.tensors()}
+    for site in program:
+        arguments = bind(site, buffers, weights.constants(site.layer, site.name))
+        if site is wanted:
+            return _copy(arguments), dict(site.attrs)
+        for name, value in standard(site.op)(arguments, site.attrs).items():
+            buffers[site.bindings[name]] = value
+    return None
+
+
+def _copy(arguments: Mapping[str, Tensor | None]) -> Tensors:
+    return {name: None if value is None else value.contiguous().clone() for name, value in arguments.items()}

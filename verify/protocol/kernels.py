@@ -1,0 +1,236 @@
+"""Decide the kernels gate from the raw lines of `raw/kernels.jsonl`.
+
+Decides: whether every evaluated op gave right results in every secret case, touched nothing that it does not own, and
+gave the same bits again. Tolerances are earned by the op's standard path on the same inputs: `FACTORS` times its error
+plus `FLOORS`, the rounding of the output's own format. Cannot see: cases that were not run, the timing of the kernels,
+or whether a served step uses them (path gate).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verify.protocol.decision import Decision, Finding, Line
+
+__all__ = ["FACTORS", "FLOORS", "MEASURES", "PROTOCOL_ID", "REDTEAM", "decide", "exceeds", "tolerance"]
+
+PROTOCOL_ID = "kernels/1"
+
+MEASURES = ("element", "l2", "row_l2")
+"""What is bounded; see `verify.evaluator.compare.Errors`."""
+
+FACTORS: Mapping[str, float] = {"element": 4.0, "l2": 2.0, "row_l2": 3.0}
+"""How much worse than the standard path a kernel may be on the same inputs. The sum over a tensor (l2) is stable, so its
+factor is small; the largest element of two different roundings varies most."""
+
+FLOORS: Mapping[str, Mapping[str, float]] = {
+    "bf16": {"element": 2.0**-6, "l2": 2.0**-10, "row_l2": 2.0**-8},
+    "f32": {"element": 2.0**-15, "l2": 2.0**-19, "row_l2": 2.0**-17},
+}
+"""What is allowed where the standard path happens to be exact. bf16: two last places of one element, a quarter of the
+format's unit roundoff over a tensor. f32: 2^9 roundings of one element, 2^5 over a tensor (sums in another order)."""
+
+LARGEST_L2 = 0.2
+"""A comparison whose l2 tolerance is above this has no power: zeros (l2 = 1) would come near it."""
+POWER = 4.0
+"""A comparison has power against constants if the reference's spread is this many tolerances."""
+
+REDTEAM = ("zeros", "constant", "echo", "shuffled")
+"""Wrong results that every case of the gate compares on its own reference; each must be refused somewhere per tensor."""
+
+_EVENTS = {
+    "out_of_bounds_write": "bytes outside every tensor keep their secret pattern",
+    "input_changed": "read-only tensors keep their bits",
+    "unowned_state_changed": "state that the call does not own keeps its bits",
+    "output_not_written": "every element of an output is written",
+    "nondeterministic": "the same inputs give the same bits, whatever was in memory and however late workers arrive",
+    "stale_output": "a replay with changed inputs gives the results of those inputs",
+    "threads_left": "no thread or process outlives the call",
+    "denormals_off": "the floating-point environment is as before the call",
+}
+_FAILURES = {
+    "crash": "the worker lives on",
+    "timeout": "the call returns within its deadline",
+    "protocol": "the worker sends only what trusted code sends",
+    "error": "the kernel returns status 0",
+}
+
+
+def tolerance(dtype: str, standard: Mapping[str, Any]) -> dict[str, float]:
+    """What a tensor's errors may be, by measure.
+
+    Args:
+        dtype: `bf16` or `f32`, the tensor's own.
+        standard: the standard path's errors on the same inputs.
+    """
+    floors = FLOORS[dtype]
+    return {name: FACTORS[name] * float(standard[name]) + floors[name] for name in MEASURES}
+
+
+def exceeds(candidate: Mapping[str, Any], allowed: Mapping[str, float]) -> list[str]:
+    """Measures in which the errors are above the tolerance; wrong classes of values (NaN, not zero) come first."""
+    wrong = [name for name in ("nonfinite", "nonzero") if int(candidate[name]) > 0]
+    return wrong + [name for name in MEASURES if not float(candidate[name]) <= allowed[name]]
+
+
+@dataclass
+class _Tally:
+    cases: int = 0
+    refused: int = 0
+    skipped: int = 0
+    comparisons: int = 0
+    worst: float = 0.0
+    """Largest error as a share of its tolerance."""
+
+
+def decide(lines: Sequence[Line]) -> Decision:
+    """Outcome of the gate.
+
+    Args:
+        lines: all lines of the raw file: a header, then one line per case.
+
+    Returns:
+        failed if any case broke a rule; not_evaluated if lines are missing or malformed or nothing could be run;
+        inconclusive if some output was never compared with power; passed otherwise.
+    """
+    problem = _malformed(lines)
+    if problem:
+        return Decision("not_evaluated", (problem,))
+    header, cases = lines[0], lines[1:]
+    tally = _Tally()
+    broken: dict[tuple[str, str, str], list[tuple[Line, str]]] = defaultdict(list)
+    power: dict[tuple[str, str], bool] = {}
+    for case in cases:
+        tally.cases += 1
+        tally.refused += case.get("refused") is not None
+        tally.skipped += case.get("skipped") is not None
+        for code, tensor, text in _case_findings(case, tally, power):
+            broken[(code, str(case["op"]), tensor)].append((case, text))
+    metrics = _metrics(tally)
+    if broken:
+        return Decision("failed", tuple(_finding(header, key, hits) for key, hits in sorted(broken.items())), metrics)
+    nothing = [op for op in header["ops"] if not any(c["op"] == op and _evaluated(c) for c in cases)]
+    if nothing:
+        return Decision("not_evaluated", tuple(_not_run(header, op, cases) for op in nothing), metrics)
+    weak = sorted(key for key, powerful in power.items() if not powerful)
+    if weak:
+        return Decision("inconclusive", tuple(_no_power(header, op, tensor) for op, tensor in weak), metrics)
+    return Decision("passed", (), metrics)
+
+
+def _evaluated(case: Line) -> bool:
+    return case.get("refused") is None and case.get("skipped") is None
+
+
+def _case_findings(case: Line, tally: _Tally, power: dict[tuple[str, str], bool]) -> Iterable[tuple[str, str, str]]:
+    """(code, tensor, what was seen) of every broken rule of a case; updates the tally and the power table."""
+    failure = case.get("failure")
+    if failure is not None:
+        yield f"kernels.{failure['failure']}", "", str(failure["message"])
+    for event in case.get("events", ()):
+        where = f" at byte {event['offset']}" if "offset" in event else ""
+        yield f"kernels.{event['code']}", str(event["tensor"]), f"{event['tensor']}{where} in run {event['run']}"
+    for row in case.get("values", ()):
+        tally.comparisons += 1
+        allowed = tolerance(str(row["dtype"]), row["standard"])
+        candidate = row["candidate"]
+        tally.worst = max(tally.worst, *(float(candidate[name]) / allowed[name] for name in MEASURES))
+        key = (str(case["op"]), str(row["tensor"]))
+        sees_zeros = allowed["l2"] <= LARGEST_L2 and float(row["spread"]) >= POWER * allowed["l2"]
+        power[key] = power.get(key, False) or sees_zeros
+        wrong = exceeds(candidate, allowed)
+        if wrong:
+            yield "kernels.mismatch", str(row["tensor"]), _mismatch(row, wrong[0], allowed)
+    for row in case.get("choices", ()):
+        tally.comparisons += 1
+        if int(row["violations"]) > 0:
+            text = f"{row['tensor']}{row['worst']} breaks the rule `{row['rule']}` in run {row['run']}"
+            yield "kernels.mismatch", str(row["tensor"]), text
+
+
+def _mismatch(row: Mapping[str, Any], measure: str, allowed: Mapping[str, float]) -> str:
+    place = f"{row['tensor']}{row['candidate']['worst']} in run {row['run']}"
+    got = row["candidate"][measure]
+    if measure in MEASURES:
+        return f"{place}: {measure} error {got:.3g}, allowed {allowed[measure]:.3g} (standard path {row['standard'][measure]:.3g})"
+    return f"{place}: {got} elements are {measure} where the reference is not"
+
+
+def _finding(header: Line, key: tuple[str, str, str], hits: list[tuple[Line, str]]) -> Finding:
+    code, op, _ = key
+    case, text = hits[0]
+    more = f" ({len(hits)} times in {len({str(c['id']) for c, _ in hits})} cases)" if len(hits) > 1 else ""
+    rule = _EVENTS.get(code.partition(".")[2]) or _FAILURES.get(code.partition(".")[2])
+    return Finding(
+        code=code,
+        message=f"op {op}: {text}{more}",
+        where=f"case {case['id']} seed {case['seed']}",
+        expected=rule
+        or "errors within those of the standard path times the declared factor, plus the format's rounding",
+        next=str(header["command"]),
+    )
+
+
+def _not_run(header: Line, op: str, cases: Sequence[Line]) -> Finding:
+    refused = [str(c["refused"]) for c in cases if c["op"] == op and c.get("refused") is not None]
+    why = f"every case was refused: {refused[0]}" if refused else "no case was planned"
+    return Finding(
+        "kernels.not_run",
+        f"op {op}: {why}",
+        f"op {op}",
+        "at least one case that the launcher takes",
+        str(header["command"]),
+    )
+
+
+def _no_power(header: Line, op: str, tensor: str) -> Finding:
+    return Finding(
+        "kernels.no_power",
+        f"op {op}: no case could tell {tensor} from a constant",
+        f"op {op}, tensor {tensor}",
+        f"one comparison with l2 tolerance at most {LARGEST_L2} and a reference that varies by {POWER:g} tolerances",
+        str(header["command"]),
+    )
+
+
+def _metrics(tally: _Tally) -> dict[str, dict[str, Any]]:
+    return {
+        "cases": {"value": float(tally.cases), "unit": "cases"},
+        "refused": {"value": float(tally.refused), "unit": "cases"},
+        "comparisons": {"value": float(tally.comparisons), "unit": "tensors"},
+        "worst_share": {"value": tally.worst, "unit": "of tolerance"},
+    }
+
+
+def _malformed(lines: Sequence[Line]) -> Finding | None:
+    """Why the lines cannot be decided on, or None."""
+
+    def incomplete(message: str, where: str) -> Finding:
+        return Finding(
+            "kernels.incomplete",
+            message,
+            where,
+            "a header and exactly the planned cases",
+            "fasttrack verify --gates kernels",
+        )
+
+    if not lines or lines[0].get("kind") != "header":
+        return incomplete("no header line", "line 1")
+    header = lines[0]
+    if header.get("protocol") != PROTOCOL_ID:
+        return incomplete(f"protocol {header.get('protocol')!r}; this decides {PROTOCOL_ID}", "line 1")
+    if not header.get("ops") or not header.get("planned"):
+        return incomplete("no op or no case was planned", "line 1")
+    found = [line.get("id") for line in lines[1:] if line.get("kind") == "case"]
+    if len(found) != len(lines) - 1:
+        return incomplete("a line is neither header nor case", "raw/kernels.jsonl")
+    if sorted(map(str, found)) != sorted(map(str, header["planned"])):
+        missing = sorted(set(map(str, header["planned"])) - set(map(str, found)))
+        return incomplete(
+            f"{len(found)} case lines for {len(header['planned'])} planned cases",
+            missing[0] if missing else "repeated case",
+        )
+    return None

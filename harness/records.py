@@ -185,8 +185,8 @@ def decide(target: str, tier: str, required: dict[GateName, EvidenceClass], resu
     class (hardware evidence also satisfies static); incomplete otherwise."""
     failed = tuple(g for g in GATES if g in results and results[g].outcome is Outcome.FAILED)
     unmet: list[Reason] = []
-    for gate, needed in required.items():
-        result = results.get(gate)
+    for gate in (g for g in GATES if g in required):
+        needed, result = required[gate], results.get(gate)
         if result is None:
             unmet.append(
                 Reason(

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.canonical import line as canonical
+from harness import canonical
 from harness.errors import FasttrackError
 from harness.records import EvidenceRef
 
-__all__ = ["JsonLines", "canonical", "write_atomic"]
+__all__ = ["JsonLines", "disk_error", "fsync_folder", "write_atomic"]
 
 
 class JsonLines:
@@ -33,7 +33,7 @@ class JsonLines:
         Raises:
             FasttrackError: full or read-only disk; the file is unchanged.
         """
-        data = b"".join(canonical(line) + b"\n" for line in lines)
+        data = b"".join(canonical.line(line) + b"\n" for line in lines)
         if not data:
             return
         try:
@@ -84,13 +84,18 @@ class JsonLines:
             value = None
         if not isinstance(value, dict):
             raise FasttrackError(
-                "damaged line", where=f"{self.path}:{number}", expected="one JSON object", next="restore the file from a backup, or start a new run"
-            )  # fmt: skip
+                "damaged line",
+                where=f"{self.path}:{number}",
+                expected="one JSON object",
+                next="restore the file from a backup, or start a new run",
+            )
         return value
 
     def ref(self, root: Path) -> EvidenceRef:
         """Path relative to a folder, and digest of the bytes on disk."""
-        return EvidenceRef(path=self.path.relative_to(root).as_posix(), sha256=hashlib.sha256(self.path.read_bytes()).hexdigest())
+        return EvidenceRef(
+            path=self.path.relative_to(root).as_posix(), sha256=hashlib.sha256(self.path.read_bytes()).hexdigest()
+        )
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -127,9 +132,11 @@ def fsync_folder(path: Path) -> None:
 def disk_error(error: OSError, path: Path) -> FasttrackError:
     """An operating-system error on a path, as a message for a person."""
     return FasttrackError(
-        f"cannot use the file ({error.strerror or error})", where=str(path), expected="a writable disk with free space; what was stored so far is kept",
+        f"cannot use the file ({error.strerror or error})",
+        where=str(path),
+        expected="a writable disk with free space; what was stored so far is kept",
         next=f"df -h {path.parent}; then resume the run",
-    )  # fmt: skip
+    )
 
 
 def _write_all(fd: int, data: bytes) -> None:

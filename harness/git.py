@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from harness.errors import FasttrackError
 from harness.settings import Scope
 
-__all__ = ["EMPTY_TREE", "Change", "Entry", "Repository"]
+__all__ = ["EMPTY_TREE", "Change", "Entry", "Repository", "unsafe_name"]
 
 EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 """Id of the tree without entries."""
@@ -40,11 +40,21 @@ _MAX_EXPORT_BYTES = 512 << 20
 _MAX_FILE_BYTES = 64 << 20
 _TIMEOUT_S = 120.0
 _CONFIG = (
-    "core.hooksPath=/dev/null", "core.fsmonitor=false", "core.attributesFile=/dev/null", "core.autocrlf=false",
-    "core.quotePath=true", "core.untrackedCache=false", "protocol.allow=never", "apply.whitespace=nowarn", "gc.auto=0",
-    "maintenance.auto=false", "diff.orderFile=/dev/null", "diff.external=", "log.showSignature=false",
+    "core.hooksPath=/dev/null",
+    "core.fsmonitor=false",
+    "core.attributesFile=/dev/null",
+    "core.autocrlf=false",
+    "core.quotePath=true",
+    "core.untrackedCache=false",
+    "protocol.allow=never",
+    "apply.whitespace=nowarn",
+    "gc.auto=0",
+    "maintenance.auto=false",
+    "diff.orderFile=/dev/null",
+    "diff.external=",
+    "log.showSignature=false",
     f"attr.tree={EMPTY_TREE}",
-)  # fmt: skip
+)
 _REF_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 
 
@@ -86,15 +96,21 @@ class Repository:
         if not path.is_dir():
             raise FasttrackError("no such folder", where=str(path), expected="a git repository", next="git clone …")
         if shutil.which("git") is None:
-            raise FasttrackError("git is not installed", where="PATH", expected="git 2.30 or later", next="fasttrack doctor")
+            raise FasttrackError(
+                "git is not installed", where="PATH", expected="git 2.30 or later", next="fasttrack doctor"
+            )
         self.root = path
         self.git_dir = path
-        found = self._run("rev-parse", "--path-format=absolute", "--git-common-dir", "--show-toplevel", bare=False, check=False)
+        found = self._run(
+            "rev-parse", "--path-format=absolute", "--git-common-dir", "--show-toplevel", bare=False, check=False
+        )
         if found.returncode:
             raise FasttrackError(
                 _first_line(found.stderr) or "git does not recognise it",
-                where=str(path), expected="a git repository with a working tree", next=f"git -C {path} init, or change to the checkout",
-            )  # fmt: skip
+                where=str(path),
+                expected="a git repository with a working tree",
+                next=f"git -C {path} init, or change to the checkout",
+            )
         git_dir, _, root = found.stdout.decode().rstrip("\n").partition("\n")
         self.root = Path(root)
         """Top folder of the working tree."""
@@ -111,8 +127,11 @@ class Repository:
         done = self._run("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}", check=False)
         if done.returncode:
             raise FasttrackError(
-                f"unknown revision {revision!r}", where=str(self.root), expected="a commit, branch or tag of this repository", next="git log --oneline"
-            )  # fmt: skip
+                f"unknown revision {revision!r}",
+                where=str(self.root),
+                expected="a commit, branch or tag of this repository",
+                next="git log --oneline",
+            )
         return done.stdout.decode().strip()
 
     def tree(self, commit: str) -> str:
@@ -139,6 +158,17 @@ class Repository:
             changes.append(Change(status[0], old_mode, new_mode, old_blob, new_blob, os.fsdecode(path)))
         return tuple(changes)
 
+    def line_counts(self, base: str, head: str) -> dict[str, tuple[int, int] | None]:
+        """Added and removed lines per changed path; None for binary files."""
+        out = self._run(
+            "diff-tree", "-r", "-z", "--numstat", "--no-renames", "--no-ext-diff", "--no-textconv", base, head
+        ).stdout
+        counts: dict[str, tuple[int, int] | None] = {}
+        for line in out.split(b"\0")[:-1]:
+            added, removed, path = line.split(b"\t", 2)
+            counts[os.fsdecode(path)] = None if added == b"-" else (int(added), int(removed))
+        return counts
+
     def read(self, commit: str, path: str) -> bytes:
         """Content of one file of a commit.
 
@@ -147,7 +177,12 @@ class Repository:
         """
         entry = next((e for e in self.entries(commit, (path,)) if e.path == path and e.mode != MODE_SUBMODULE), None)
         if entry is None:
-            raise FasttrackError(f"no such file in commit {commit[:12]}", where=path, expected="a file of the commit", next=f"git ls-tree -r {commit[:12]}")
+            raise FasttrackError(
+                f"no such file in commit {commit[:12]}",
+                where=path,
+                expected="a file of the commit",
+                next=f"git ls-tree -r {commit[:12]}",
+            )
         return self.blobs([entry.blob])[entry.blob]
 
     def blobs(self, ids: Iterable[str]) -> dict[str, bytes]:
@@ -160,7 +195,9 @@ class Repository:
             end = out.index(b"\n", at)
             header = out[at:end].decode().split()
             if len(header) != 3 or header[1] != "blob":
-                raise FasttrackError(f"object {blob} is {header[-1]}", where=str(self.git_dir), expected="a blob", next="git fsck")
+                raise FasttrackError(
+                    f"object {blob} is {header[-1]}", where=str(self.git_dir), expected="a blob", next="git fsck"
+                )
             size = int(header[2])
             found[blob] = out[end + 1 : end + 1 + size]
             at = end + 1 + size + 1
@@ -169,14 +206,29 @@ class Repository:
     def patch(self, base: str, head: str) -> bytes:
         """The canonical diff between two commits: the same bytes on every machine, and `commit_patch` accepts it."""
         return self._run(
-            "diff-tree", "-r", "-p", "--binary", "--full-index", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color",
-            "--diff-algorithm=myers", "--indent-heuristic", "-U3", "--inter-hunk-context=0", "--src-prefix=a/", "--dst-prefix=b/",
-            base, head,
-        ).stdout  # fmt: skip
+            "diff-tree",
+            "-r",
+            "-p",
+            "--binary",
+            "--full-index",
+            "--no-renames",
+            "--no-ext-diff",
+            "--no-textconv",
+            "--no-color",
+            "--diff-algorithm=myers",
+            "--indent-heuristic",
+            "-U3",
+            "--inter-hunk-context=0",
+            "--src-prefix=a/",
+            "--dst-prefix=b/",
+            base,
+            head,
+        ).stdout
 
     def dirty(self) -> tuple[str, ...]:
         """Paths whose state differs from HEAD: changed or staged files anywhere, and untracked files inside folders
-        that HEAD has (there they could be imported or read instead of committed ones)."""
+        that HEAD has (there they could be imported or read instead of committed ones).
+        """
         out = self._run("status", "--porcelain=v1", "-z", "--no-renames", "--untracked-files=all", bare=False).stdout
         tracked = {e.path.split("/")[0] for e in self.entries("HEAD") if "/" in e.path}
         found = []
@@ -196,9 +248,11 @@ class Repository:
         if paths:
             shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
             raise FasttrackError(
-                f"the working tree is dirty: {shown}", where=str(self.root),
-                expected="all files as committed, so that results name what produced them", next="git commit, or git stash -u",
-            )  # fmt: skip
+                f"the working tree is dirty: {shown}",
+                where=str(self.root),
+                expected="all files as committed, so that results name what produced them",
+                next="git commit, or git stash -u",
+            )
 
     def protected_digest(self, commit: str, scope: Scope) -> str:
         """sha256 over mode, path and blob id of every file of a commit that candidates may not change.
@@ -224,7 +278,9 @@ class Repository:
         try:
             dest.mkdir(parents=True, exist_ok=True)
             if any(dest.iterdir()):
-                raise FasttrackError("the folder is not empty", where=str(dest), expected="a new or empty folder", next=f"rm -r {dest}")
+                raise FasttrackError(
+                    "the folder is not empty", where=str(dest), expected="a new or empty folder", next=f"rm -r {dest}"
+                )
             contents = self.blobs(e.blob for e in entries)
             dest.chmod(0o755)
             for entry in entries:
@@ -233,7 +289,12 @@ class Repository:
                 target.write_bytes(contents[entry.blob])
                 target.chmod(0o755 if entry.mode == MODE_EXECUTABLE else 0o644)
         except OSError as error:
-            raise FasttrackError(f"cannot export ({error.strerror})", where=str(error.filename or dest), expected="a writable disk with space", next=f"df -h {dest.parent}") from error
+            raise FasttrackError(
+                f"cannot export ({error.strerror})",
+                where=str(error.filename or dest),
+                expected="a writable disk with space",
+                next=f"df -h {dest.parent}",
+            ) from error
 
     def commit_patch(self, base: str, patch: bytes, message: str) -> str:
         """Commit a patch on top of a commit without touching index or working tree.
@@ -244,25 +305,38 @@ class Repository:
             FasttrackError: the patch is empty, malformed, changes nothing, or does not apply (names file and line).
         """
         if not patch.strip():
-            raise FasttrackError("the patch is empty", where="patch", expected="a diff against the base commit", next=f"git diff {base[:12]}")
+            raise FasttrackError(
+                "the patch is empty",
+                where="patch",
+                expected="a diff against the base commit",
+                next=f"git diff {base[:12]}",
+            )
         with self._temporary_index() as env:
             self._run("read-tree", base, env=env)
             done = self._run("apply", "--cached", "--whitespace=nowarn", "-", env=env, stdin=patch, check=False)
             if done.returncode:
                 where, what = _apply_error(done.stderr)
                 raise FasttrackError(
-                    f"the patch does not apply to {base[:12]}: {what}", where=where,
-                    expected="a diff made against the base commit", next="git diff BASE > FILE, or pass --base REV",
-                )  # fmt: skip
+                    f"the patch does not apply to {base[:12]}: {what}",
+                    where=where,
+                    expected="a diff made against the base commit",
+                    next="git diff BASE > FILE, or pass --base REV",
+                )
             tree = self._out("write-tree", env=env).strip()
         if tree == self.tree(base):
-            raise FasttrackError("the patch changes nothing", where="patch", expected="a diff with changes", next=f"git diff {base[:12]}")
+            raise FasttrackError(
+                "the patch changes nothing", where="patch", expected="a diff with changes", next=f"git diff {base[:12]}"
+            )
         return self.commit_tree(tree, base, message)
 
     def commit_tree(self, tree: str, parent: str, message: str) -> str:
         """Commit a tree; author, committer and dates are fixed by the parent, so equal input gives an equal id."""
         when = self._out("show", "-s", "--format=%ct", parent).strip() + " +0000"
-        env = {f"GIT_{who}_{key}": value for who in ("AUTHOR", "COMMITTER") for key, value in (*_IDENTITY.items(), ("DATE", when))}
+        env = {
+            f"GIT_{who}_{key}": value
+            for who in ("AUTHOR", "COMMITTER")
+            for key, value in (*_IDENTITY.items(), ("DATE", when))
+        }
         return self._out("commit-tree", tree, "-p", parent, "-m", message, env=env).strip()
 
     def keep(self, name: str, commit: str) -> None:
@@ -277,7 +351,11 @@ class Repository:
         """Names below `refs/fasttrack/` that start with the prefix, and their commits."""
         out = self._out("for-each-ref", "--format=%(refname) %(objectname)", "refs/fasttrack/")
         refs = dict(line.split(" ") for line in out.splitlines())
-        return {n.removeprefix("refs/fasttrack/"): c for n, c in refs.items() if n.removeprefix("refs/fasttrack/").startswith(prefix)}
+        return {
+            n.removeprefix("refs/fasttrack/"): c
+            for n, c in refs.items()
+            if n.removeprefix("refs/fasttrack/").startswith(prefix)
+        }
 
     def forget(self, name: str) -> None:
         """Drop a name made by `keep`; git removes the objects in its own time."""
@@ -306,9 +384,19 @@ class Repository:
         try:
             return str(json.loads(_record_path(path).read_text())["commit"])
         except (OSError, ValueError, KeyError) as error:
-            raise FasttrackError("no record of its commit", where=str(path), expected="a folder made by add_worktree", next="start the task again") from error
+            raise FasttrackError(
+                "no record of its commit",
+                where=str(path),
+                expected="a folder made by add_worktree",
+                next="start the task again",
+            ) from error
 
-    def commit_worktree(self, path: Path, message: str, ignore: Sequence[str] = ("__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache")) -> str | None:
+    def commit_worktree(
+        self,
+        path: Path,
+        message: str,
+        ignore: Sequence[str] = ("__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache"),
+    ) -> str | None:
         """Commit what a worktree holds now on top of the commit it shows; None if nothing changed.
 
         Files are hashed as they are: no filters, no ignore files. Symlinks become symlink entries (for the scope gate
@@ -326,7 +414,11 @@ class Repository:
         before = {e.path: e for e in self.entries(parent)}
         lines = []
         for name, mode, content in _walk(path, frozenset(ignore)):
-            blob = self._out("hash-object", "-w", "--no-filters", "--stdin", stdin=content).strip() if _blob_id(content) != _known(before, name) else _blob_id(content)
+            blob = (
+                self._out("hash-object", "-w", "--no-filters", "--stdin", stdin=content).strip()
+                if _blob_id(content) != _known(before, name)
+                else _blob_id(content)
+            )
             lines.append(f"{mode} {blob}\t".encode() + os.fsencode(name) + b"\0")
         with self._temporary_index() as env:
             self._run("read-tree", "--empty", env=env)
@@ -354,7 +446,12 @@ class Repository:
         return self._run(*args, env=env, stdin=stdin).stdout.decode("utf-8", "surrogateescape")
 
     def _run(
-        self, *args: str, env: Mapping[str, str] | None = None, stdin: bytes = b"", check: bool = True, bare: bool = True
+        self,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        check: bool = True,
+        bare: bool = True,
     ) -> subprocess.CompletedProcess[bytes]:
         """Run git with everything configurable switched off. `bare` hides the working tree from it."""
         command = ["git", "--no-pager", "--literal-pathspecs"]
@@ -364,28 +461,54 @@ class Repository:
             command += ["-c", "core.bare=true", f"--git-dir={self.git_dir}"]
         try:
             done = subprocess.run(
-                [*command, *args], cwd=self.git_dir if bare else self.root, env=_environment() | dict(env or {}),
-                input=stdin, capture_output=True, timeout=_TIMEOUT_S, check=False,
-            )  # fmt: skip
+                [*command, *args],
+                cwd=self.git_dir if bare else self.root,
+                env=_environment() | dict(env or {}),
+                input=stdin,
+                capture_output=True,
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
         except subprocess.TimeoutExpired as error:
-            raise FasttrackError(f"git {args[0]} took over {_TIMEOUT_S:.0f} s", where=str(self.root), expected="an answer", next="git fsck") from error
+            raise FasttrackError(
+                f"git {args[0]} took over {_TIMEOUT_S:.0f} s",
+                where=str(self.root),
+                expected="an answer",
+                next="git fsck",
+            ) from error
         except OSError as error:
-            raise FasttrackError(f"cannot run git ({error.strerror})", where=str(self.root), expected="git on the PATH", next="fasttrack doctor") from error
+            raise FasttrackError(
+                f"cannot run git ({error.strerror})",
+                where=str(self.root),
+                expected="git on the PATH",
+                next="fasttrack doctor",
+            ) from error
         if check and done.returncode:
             raise FasttrackError(
-                f"git {args[0]} failed: {_first_line(done.stderr) or f'exit status {done.returncode}'}", where=str(self.root),
-                expected="a healthy, writable repository", next=f"git -C {self.root} fsck",
-            )  # fmt: skip
+                f"git {args[0]} failed: {_first_line(done.stderr) or f'exit status {done.returncode}'}",
+                where=str(self.root),
+                expected="a healthy, writable repository",
+                next=f"git -C {self.root} fsck",
+            )
         return done
 
 
 def _environment() -> dict[str, str]:
     """Environment of git: nothing of the user's is inherited but the search path."""
     return {
-        "PATH": os.environ.get("PATH", os.defpath), "HOME": "/nonexistent", "LC_ALL": "C", "TZ": "UTC",
-        "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_ATTR_NOSYSTEM": "1", "GIT_TERMINAL_PROMPT": "0",
-        "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_REPLACE_OBJECTS": "1", "GIT_NO_LAZY_FETCH": "1", "GIT_GRAFT_FILE": "/dev/null",
-    }  # fmt: skip
+        "PATH": os.environ.get("PATH", os.defpath),
+        "HOME": "/nonexistent",
+        "LC_ALL": "C",
+        "TZ": "UTC",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": "/dev/null",
+        "GIT_ATTR_NOSYSTEM": "1",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_OPTIONAL_LOCKS": "0",
+        "GIT_NO_REPLACE_OBJECTS": "1",
+        "GIT_NO_LAZY_FETCH": "1",
+        "GIT_GRAFT_FILE": "/dev/null",
+    }
 
 
 def _first_line(stderr: bytes) -> str:
@@ -395,7 +518,9 @@ def _first_line(stderr: bytes) -> str:
 
 def _apply_error(stderr: bytes) -> tuple[str, str]:
     """(where, what) from the complaints of `git apply`: the failing hunk if one is named, else the file."""
-    lines = [line.removeprefix("error: ").removeprefix("fatal: ") for line in stderr.decode("utf-8", "replace").splitlines()]
+    lines = [
+        line.removeprefix("error: ").removeprefix("fatal: ") for line in stderr.decode("utf-8", "replace").splitlines()
+    ]
     for line in lines:
         if hunk := re.fullmatch(r"patch failed: (.+):(\d+)", line):
             return f"{hunk[1]}:{hunk[2]}", "the hunk at this line does not match"
@@ -412,7 +537,7 @@ def _below(path: str, prefixes: Sequence[str]) -> bool:
     return any(path == p.rstrip("/") or path.startswith(p.rstrip("/") + "/") for p in prefixes)
 
 
-def _unsafe_name(path: str) -> str | None:
+def unsafe_name(path: str) -> str | None:
     """Why a repository path must not be written to disk, or None."""
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or PurePosixPath(path).is_absolute():
@@ -427,17 +552,24 @@ def _unsafe_name(path: str) -> str | None:
 def _refuse_unsafe(entries: Sequence[Entry], commit: str) -> None:
     def refuse(path: str, what: str) -> FasttrackError:
         return FasttrackError(
-            f"{what} in commit {commit[:12]}", where=repr(path) if not path.isprintable() else path,
-            expected="plain files with portable names", next=f"git ls-tree -r {commit[:12]}",
-        )  # fmt: skip
+            f"{what} in commit {commit[:12]}",
+            where=repr(path) if not path.isprintable() else path,
+            expected="plain files with portable names",
+            next=f"git ls-tree -r {commit[:12]}",
+        )
 
     seen: dict[str, str] = {}
     for entry in entries:
         if entry.mode == MODE_SYMLINK:
             raise refuse(entry.path, "symbolic link")
         if entry.mode not in (MODE_FILE, MODE_EXECUTABLE):
-            raise refuse(entry.path, f"entry of mode {entry.mode} (submodule)" if entry.mode == MODE_SUBMODULE else f"entry of mode {entry.mode}")
-        if why := _unsafe_name(entry.path):
+            raise refuse(
+                entry.path,
+                f"entry of mode {entry.mode} (submodule)"
+                if entry.mode == MODE_SUBMODULE
+                else f"entry of mode {entry.mode}",
+            )
+        if why := unsafe_name(entry.path):
             raise refuse(entry.path, f"file name that {why}")
         parts = entry.path.split("/")
         for depth in range(1, len(parts) + 1):
@@ -446,7 +578,9 @@ def _refuse_unsafe(entries: Sequence[Entry], commit: str) -> None:
                 raise refuse(entry.path, f"name that differs from {seen[actual.casefold()]!r} in case only")
     total = sum(e.size or 0 for e in entries)
     if total > _MAX_EXPORT_BYTES:
-        raise refuse(max(entries, key=lambda e: e.size or 0).path, f"{total} bytes of files (limit {_MAX_EXPORT_BYTES})")
+        raise refuse(
+            max(entries, key=lambda e: e.size or 0).path, f"{total} bytes of files (limit {_MAX_EXPORT_BYTES})"
+        )
 
 
 def _make_parents(root: Path, target: Path) -> None:
@@ -459,7 +593,12 @@ def _make_parents(root: Path, target: Path) -> None:
 
 def _ref(name: str) -> str:
     if not _REF_NAME.fullmatch(name) or ".." in name or name.endswith((".lock", ".")):
-        raise FasttrackError(f"unusable name {name!r}", where="refs/fasttrack", expected="letters, digits, '.', '_', '-' and '/'", next="choose another name")
+        raise FasttrackError(
+            f"unusable name {name!r}",
+            where="refs/fasttrack",
+            expected="letters, digits, '.', '_', '-' and '/'",
+            next="choose another name",
+        )
     return f"refs/fasttrack/{name}"
 
 
@@ -492,7 +631,12 @@ def _walk(root: Path, ignore: frozenset[str]) -> Iterator[tuple[str, str, bytes]
             if stat.S_ISLNK(info.st_mode):
                 yield relative, MODE_SYMLINK, os.fsencode(os.readlink(full))
             elif not stat.S_ISREG(info.st_mode) or info.st_size > _MAX_FILE_BYTES:
-                raise FasttrackError("not a regular file of at most 64 MiB", where=relative, expected="source files", next=f"rm {relative}")
+                raise FasttrackError(
+                    "not a regular file of at most 64 MiB",
+                    where=relative,
+                    expected="source files",
+                    next=f"rm {relative}",
+                )
             else:
                 yield relative, MODE_EXECUTABLE if info.st_mode & stat.S_IXUSR else MODE_FILE, _read(full, relative)
 
@@ -502,6 +646,8 @@ def _read(path: Path, name: str) -> bytes:
         # O_NOFOLLOW: the proposer may still be running and swap the file for a link.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise FasttrackError(f"cannot read it ({error.strerror})", where=name, expected="a readable file", next=f"ls -l {name}") from error
+        raise FasttrackError(
+            f"cannot read it ({error.strerror})", where=name, expected="a readable file", next=f"ls -l {name}"
+        ) from error
     with os.fdopen(fd, "rb") as file:
         return file.read(_MAX_FILE_BYTES + 1)

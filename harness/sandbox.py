@@ -41,6 +41,8 @@ _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/e
 _MIN_VERSION = (0, 5)
 """First bubblewrap with --perms and --size."""
 _PATH = "/usr/bin:/bin"
+_TMP = "/tmp"  # noqa: S108 - a private file system inside the sandbox
+_SHM = "/dev/shm"  # noqa: S108 - likewise
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def unavailable() -> Reason | None:
         return _reason(f"the probe did not finish ({error})", "fasttrack doctor")
     if probe.returncode:
         why = stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit status {probe.returncode}"]
-        hint = "allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, or the AppArmor profile of bwrap)"
+        hint = "allow unprivileged user namespaces: sysctl kernel.unprivileged_userns_clone=1"
         if os.geteuid() == 0:
             hint = "run as a normal user, or give the container CAP_SYS_ADMIN"
         return _reason(f"bubblewrap cannot start ({why[-1]})", hint)
@@ -112,7 +114,12 @@ def require() -> None:
 
 def python_paths() -> tuple[Path, ...]:
     """Folders that must be readable for this interpreter and its installed packages to run inside."""
-    found = [Path(sys.prefix), Path(sys.base_prefix), Path(sys.exec_prefix), Path(sys.executable).resolve().parent.parent]
+    found = [
+        Path(sys.prefix),
+        Path(sys.base_prefix),
+        Path(sys.exec_prefix),
+        Path(sys.executable).resolve().parent.parent,
+    ]
     return tuple(dict.fromkeys(p for p in found if not p.is_relative_to("/usr") or p.is_relative_to("/usr/local")))
 
 
@@ -145,16 +152,27 @@ def popen(
         pass_fds: descriptors that stay open inside.
         limits: bounds; the defaults of `Limits` if None.
         cpus: CPUs on which the sandbox may run; all if None.
-        stdin, stdout, stderr: as in subprocess; /dev/null by default, so that nothing is inherited unnoticed.
+        stdin: as in subprocess; /dev/null by default, like the next two, so that nothing is inherited unnoticed.
+        stdout: as in subprocess.
+        stderr: as in subprocess.
 
     Raises:
         FasttrackError: no sandbox on this machine, a path does not exist or cannot be made usable inside.
     """
     require()
     return _start(
-        argv, ro=ro, rw=rw, cwd=cwd, env=env, pass_fds=pass_fds, limits=limits or Limits(), cpus=cpus, stdin=stdin,
-        stdout=stdout, stderr=stderr,
-    )  # fmt: skip
+        argv,
+        ro=ro,
+        rw=rw,
+        cwd=cwd,
+        env=env,
+        pass_fds=pass_fds,
+        limits=limits or Limits(),
+        cpus=cpus,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+    )
 
 
 def run(
@@ -208,8 +226,8 @@ def _collect(process: subprocess.Popen[bytes], deadline: float, limit: int) -> t
         raise ValueError("both pipes are needed")
     kept = {process.stdout: bytearray(), process.stderr: bytearray()}
     with selectors.DefaultSelector() as selector:
-        for pipe in kept:
-            selector.register(pipe, selectors.EVENT_READ, kept[pipe])
+        for pipe, buffer in kept.items():
+            selector.register(pipe, selectors.EVENT_READ, buffer)
         while selector.get_map():
             left = deadline - time.monotonic()
             if left <= 0:
@@ -242,18 +260,50 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     user = _sandbox_user() if os.geteuid() == 0 else None
     command = [
-        _required("bwrap"), *_namespaces(user), *_system_view(limits), *_binds(tuple(ro), tuple(rw), user),
-        "--chdir", "/", "--", *_entry(user, limits, cpus, cwd or Path("/tmp")), *argv,
-    ]  # fmt: skip
-    inside = {"PATH": _PATH, "HOME": "/tmp", "TMPDIR": "/tmp", "LC_ALL": "C.UTF-8", "USER": "sandbox", "LOGNAME": "sandbox"}
+        _required("bwrap"),
+        *_namespaces(user),
+        *_system_view(limits),
+        *_binds(tuple(ro), tuple(rw), user),
+        "--chdir",
+        "/",
+        "--",
+        *_entry(user, limits, cpus, cwd or Path(_TMP)),
+        *argv,
+    ]
+    inside = {
+        "PATH": _PATH,
+        "HOME": _TMP,
+        "TMPDIR": _TMP,
+        "LC_ALL": "C.UTF-8",
+        "USER": "sandbox",
+        "LOGNAME": "sandbox",
+    }
     return subprocess.Popen(
-        command, env=inside | dict(env or {}), cwd="/", pass_fds=pass_fds, stdin=stdin, stdout=stdout, stderr=stderr,
+        command,
+        env=inside | dict(env or {}),
+        cwd="/",
+        pass_fds=pass_fds,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
         start_new_session=True,
-    )  # fmt: skip
+    )
 
 
 def _namespaces(user: int | None) -> list[str]:
-    flags = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    flags = [
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+        "--hostname",
+        "sandbox",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+    ]
     if user is None:
         return [*flags, "--unshare-user", "--disable-userns"] if _has_disable_userns() else [*flags, "--unshare-user"]
     # Dropping to the sandbox's user needs these two until setpriv has done it.
@@ -274,7 +324,21 @@ def _system_view(limits: Limits) -> list[str]:
         view += ["--ro-bind-try", name, name]
     size = str(limits.tmp_bytes)
     view += ["--proc", "/proc", "--dev", "/dev"]
-    return [*view, "--perms", "1777", "--size", size, "--tmpfs", "/dev/shm", "--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
+    return [
+        *view,
+        "--perms",
+        "1777",
+        "--size",
+        size,
+        "--tmpfs",
+        _SHM,
+        "--perms",
+        "1777",
+        "--size",
+        size,
+        "--tmpfs",
+        _TMP,
+    ]
 
 
 def _binds(ro: tuple[Path, ...], rw: tuple[Path, ...], user: int | None) -> list[str]:
@@ -283,15 +347,24 @@ def _binds(ro: tuple[Path, ...], rw: tuple[Path, ...], user: int | None) -> list
     for path, writable in [*((p, False) for p in ro), *((p, True) for p in rw)]:
         place = Path(os.path.abspath(path))
         if not place.exists():
-            raise FasttrackError("no such file or folder", where=str(place), expected="a path to show inside the sandbox", next=f"ls -d {place}")
+            raise FasttrackError(
+                "no such file or folder",
+                where=str(place),
+                expected="a path to show inside the sandbox",
+                next=f"ls -d {place}",
+            )
         if modes.setdefault(place, writable) != writable:
-            raise FasttrackError("both read-only and writable", where=str(place), expected="one of them", next="report this as a bug")
+            raise FasttrackError(
+                "both read-only and writable", where=str(place), expected="one of them", next="report this as a bug"
+            )
         _give(place, writable, user)
     binds: list[str] = []
     for place in sorted(modes, key=lambda p: len(p.parts)):
         # bubblewrap makes missing parents for its own user only.
         for parent in reversed(place.parents[:-1]):
-            if not any(parent.is_relative_to(outer) for outer in (*modes, *map(Path, _SYSTEM))) and parent != Path("/tmp"):
+            if not any(parent.is_relative_to(outer) for outer in (*modes, *map(Path, _SYSTEM))) and parent != Path(
+                _TMP
+            ):
                 binds += ["--perms", "0755", "--dir", str(parent)]
         binds += ["--bind" if modes[place] else "--ro-bind", str(place.resolve()), str(place)]
     return [*binds, "--remount-ro", "/"]
@@ -310,24 +383,46 @@ def _give(path: Path, writable: bool, user: int | None) -> None:
     needed = stat.S_IROTH | stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH
     if mode & needed != needed:
         raise FasttrackError(
-            f"mode {stat.S_IMODE(mode):04o} hides it from the sandbox's user", where=str(path),
-            expected="readable by others (0755 folders, 0644 files) when run as root", next=f"chmod -R o+rX {path}",
-        )  # fmt: skip
+            f"mode {stat.S_IMODE(mode):04o} hides it from the sandbox's user",
+            where=str(path),
+            expected="readable by others (0755 folders, 0644 files) when run as root",
+            next=f"chmod -R o+rX {path}",
+        )
 
 
 def _entry(user: int | None, limits: Limits, cpus: Sequence[int] | None, cwd: Path) -> list[str]:
-    """Programs that drop privileges and set limits, each then becoming the next. All from the system's read-only view."""
+    """Programs that drop privileges and set limits, each then becoming the next; all from the system's own folders."""
     chain: list[str] = []
     if user is not None:
-        chain += [_required("setpriv"), f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"]
+        chain += [
+            _required("setpriv"),
+            f"--reuid={user}",
+            f"--regid={user}",
+            "--clear-groups",
+            "--inh-caps=-all",
+            "--bounding-set=-all",
+            "--no-new-privs",
+            "--",
+        ]
     chain += [_required("choom"), "-n", "1000", "--"]
     if cpus is not None:
         chain += [_required("taskset"), "-c", ",".join(str(cpu) for cpu in cpus)]
     return [
-        *chain, _required("env"), f"--chdir={cwd}", f"PWD={cwd}", _required("prlimit"), f"--data={limits.memory_bytes}", f"--as={limits.memory_bytes + limits.mapped_bytes}",
-        f"--cpu={limits.cpu_seconds}", f"--nproc={limits.processes}", f"--fsize={limits.file_bytes}",
-        f"--nofile={limits.open_files}", "--core=0", "--memlock=0", "--",
-    ]  # fmt: skip
+        *chain,
+        _required("env"),
+        f"--chdir={cwd}",
+        f"PWD={cwd}",
+        _required("prlimit"),
+        f"--data={limits.memory_bytes}",
+        f"--as={limits.memory_bytes + limits.mapped_bytes}",
+        f"--cpu={limits.cpu_seconds}",
+        f"--nproc={limits.processes}",
+        f"--fsize={limits.file_bytes}",
+        f"--nofile={limits.open_files}",
+        "--core=0",
+        "--memlock=0",
+        "--",
+    ]
 
 
 def _sandbox_user() -> int:
@@ -351,9 +446,17 @@ def _tool(name: str) -> str | None:
 def _required(name: str) -> str:
     path = _tool(name)
     if path is None:
-        raise FasttrackError(f"{name} not found", where=_PATH, expected="bubblewrap and util-linux", next="fasttrack doctor")
+        raise FasttrackError(
+            f"{name} not found", where=_PATH, expected="bubblewrap and util-linux", next="fasttrack doctor"
+        )
     return path
 
 
 def _reason(message: str, next_step: str) -> Reason:
-    return Reason(code="sandbox.unavailable", message=message, where="sandbox", expected="bubblewrap 0.5 or later that can start", next=next_step)
+    return Reason(
+        code="sandbox.unavailable",
+        message=message,
+        where="sandbox",
+        expected="bubblewrap 0.5 or later that can start",
+        next=next_step,
+    )

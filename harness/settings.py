@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 def _unique_ascending(values: tuple[int, ...], what: str) -> tuple[int, ...]:
     if not values:
         raise At((), f"{what} is empty; a matrix needs at least one value")
-    for index, (before, after) in enumerate(zip(values, values[1:], strict=False), start=1):
+    for index, (before, after) in enumerate(pairwise(values), start=1):
         if after == before:
             raise At((index,), f"{what} lists {after} twice")
         if after < before:
@@ -285,7 +285,9 @@ class Target(Record):
         ):
             for index, value in enumerate(values):
                 if value not in axis:
-                    raise At((name, index), f"{value!r} is not one of the target's {name.removeprefix('perf_')} {list(axis)}")
+                    raise At(
+                        (name, index), f"{value!r} is not one of the target's {name.removeprefix('perf_')} {list(axis)}"
+                    )
         if not self.required:
             raise At(("required",), "no gate is required; accept would mean nothing")
         matrix = self._prune(self._product(self.batches, self.contexts, self.drafts, self.workloads))
@@ -324,7 +326,10 @@ class Target(Record):
     ) -> Iterator[tuple[Layout, Cell]]:
         for layout, workload, draft, context, batch in product(self.layouts, workloads, drafts, contexts, batches):
             key = layout.key if len(self.layouts) > 1 else None
-            yield layout, Cell(scope="step", batch=batch, context=context, tokens=1 + draft, workload=workload, layout=key)
+            yield (
+                layout,
+                Cell(scope="step", batch=batch, context=context, tokens=1 + draft, workload=workload, layout=key),
+            )
 
     def _prune(self, cells: Iterator[tuple[Layout, Cell]]) -> PrunedMatrix:
         kept: list[Cell] = []
@@ -373,7 +378,7 @@ class Settings(Record):
         for tier in self.tiers.values():
             for target in self.targets.values():
                 missing = [b for b in target.batches_of(tier) if b not in target.batches]
-                if missing:
+                if missing and tier.batches != "all":
                     index = tier.batches.index(missing[0])
                     raise At(
                         ("tiers", tier.name, "batches", index),
@@ -407,7 +412,9 @@ def _lookup(table: dict[str, T], name: str, kind: str, command: str) -> T:
     try:
         return table[name]
     except KeyError:
-        raise FasttrackError(f"unknown {kind} {name!r}", where=f"--{kind}", expected=f"one of {', '.join(table)}", next=command) from None
+        raise FasttrackError(
+            f"unknown {kind} {name!r}", where=f"--{kind}", expected=f"one of {', '.join(table)}", next=command
+        ) from None
 
 
 class LoadedSettings(NamedTuple):

@@ -29,8 +29,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
+from harness import canonical
 from harness.errors import FasttrackError
-from harness.evidence import JsonLines, canonical, disk_error, fsync_folder, write_atomic
+from harness.evidence import JsonLines, disk_error, fsync_folder, write_atomic
 from harness.records import EvidenceRef, GateName, GateResult
 from harness.tables import Tables
 
@@ -93,7 +94,12 @@ class EvidenceSink:
         except FileNotFoundError:
             return None
         except ValidationError as error:
-            raise FasttrackError("damaged gate result", where=str(path), expected="a GateResult record", next=f"rm {path} and resume the run") from error
+            raise FasttrackError(
+                "damaged gate result",
+                where=str(path),
+                expected="a GateResult record",
+                next=f"rm {path} and resume the run",
+            ) from error
 
     def _gate_path(self, name: str) -> Path:
         return self.root / "gates" / f"{name}.json"
@@ -179,7 +185,10 @@ class RunStore:
         except OSError as error:
             raise disk_error(error, root) from error
         fd = _lock(path)
-        write_atomic(path / "run.json", canonical({"schema_version": 1, "run_id": path.name, "created": _now(), "spec": dict(spec)}) + b"\n")
+        write_atomic(
+            path / "run.json",
+            canonical.document({"schema_version": 1, "run_id": path.name, "created": _now(), "spec": dict(spec)}),
+        )
         return cls(path, fd)
 
     @classmethod
@@ -207,7 +216,9 @@ class RunStore:
     def __enter__(self) -> RunStore:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -238,9 +249,11 @@ class RunStore:
         if known is not None:
             if known.head != head:
                 raise FasttrackError(
-                    f"proposal {key!r} was entered before with another commit ({known.head[:12]}, now {head[:12]})", where=str(self.path),
-                    expected="one commit per proposal key", next="fasttrack runs",
-                )  # fmt: skip
+                    f"proposal {key!r} was entered before with another commit ({known.head[:12]}, now {head[:12]})",
+                    where=str(self.path),
+                    expected="one commit per proposal key",
+                    next="fasttrack runs",
+                )
             return known
         number = len(self._candidates) + 1
         self._record({"kind": "proposed", "number": number, "key": key, "head": head, "origin": origin, "note": note})
@@ -312,16 +325,20 @@ class RunStore:
         self._count += 1
         if event.get("seq", self._count) != self._count:
             raise FasttrackError(
-                f"event {event['seq']} follows event {self._count - 1}", where=f"{self._events.path}:{self._count}",
-                expected="consecutive numbers: the history is damaged", next="restore the file from a backup",
-            )  # fmt: skip
+                f"event {event['seq']} follows event {self._count - 1}",
+                where=f"{self._events.path}:{self._count}",
+                expected="consecutive numbers: the history is damaged",
+                next="restore the file from a backup",
+            )
         match event["kind"]:
             case "proposed":
                 row = CandidateRow(event["number"], event["key"], event["head"], event["origin"], event["note"])
                 self._candidates[row.number] = row
             case "finished":
                 row = self._candidates[event["number"]]
-                closed = CandidateRow(row.number, row.key, row.head, row.origin, row.note, event["outcome"], event["reason"])
+                closed = CandidateRow(
+                    row.number, row.key, row.head, row.origin, row.note, event["outcome"], event["reason"]
+                )
                 self._candidates[row.number] = closed
             case "state":
                 self._state[event["key"]] = event["value"]
@@ -329,9 +346,11 @@ class RunStore:
                 self._totals[event["what"]] = self._totals.get(event["what"], 0.0) + event["amount"]
             case kind:
                 raise FasttrackError(
-                    f"unknown kind of event {kind!r}", where=f"{self._events.path}:{self._count}",
-                    expected="a run written by this version", next="use the version that wrote it",
-                )  # fmt: skip
+                    f"unknown kind of event {kind!r}",
+                    where=f"{self._events.path}:{self._count}",
+                    expected="a run written by this version",
+                    next="use the version that wrote it",
+                )
 
     def _make_folder(self, row: CandidateRow) -> None:
         path = self.candidate_dir(row)
@@ -347,7 +366,9 @@ def _now() -> str:
 
 def _existing(root: Path, run_id: str) -> Path:
     if not _RUN_ID.fullmatch(run_id) or not (root / run_id / "run.json").is_file():
-        raise FasttrackError(f"unknown run {run_id!r}", where=str(root), expected="the id of a run", next="fasttrack runs")
+        raise FasttrackError(
+            f"unknown run {run_id!r}", where=str(root), expected="the id of a run", next="fasttrack runs"
+        )
     return root / run_id
 
 
@@ -363,7 +384,10 @@ def _lock(path: Path) -> int:
         owner = os.pread(fd, 4096, 0).decode("utf-8", "replace").strip() or "unknown"
         os.close(fd)
         raise FasttrackError(
-            f"another process works on this run ({owner})", where=str(path / "lock"), expected="one writer per run", next="wait for it, or stop that process and resume"
+            f"another process works on this run ({owner})",
+            where=str(path / "lock"),
+            expected="one writer per run",
+            next="wait for it, or stop that process and resume",
         ) from None
     except OSError as error:
         os.close(fd)

@@ -54,7 +54,9 @@ class Tables:
             raise
         return connection
 
-    def sync(self, events: int, candidates: Sequence[CandidateRow], state: Mapping[str, Any], totals: Mapping[str, float]) -> None:
+    def sync(
+        self, events: int, candidates: Sequence[CandidateRow], state: Mapping[str, Any], totals: Mapping[str, float]
+    ) -> None:
         """Bring the tables to the state after `events` events, in one transaction.
 
         Raises:
@@ -66,22 +68,29 @@ class Tables:
             if self._connection.in_transaction:
                 self._connection.execute("rollback")
             raise FasttrackError(
-                f"cannot write the tables ({error})", where=str(self.path), expected="a writable disk with free space; the history is kept in events.jsonl",
+                f"cannot write the tables ({error})",
+                where=str(self.path),
+                expected="a writable disk with free space; the history is kept in events.jsonl",
                 next=f"df -h {self.path.parent}; then resume the run",
-            ) from error  # fmt: skip
+            ) from error
 
-    def _sync(self, events: int, candidates: Sequence[CandidateRow], state: Mapping[str, Any], totals: Mapping[str, float]) -> None:
+    def _sync(
+        self, events: int, candidates: Sequence[CandidateRow], state: Mapping[str, Any], totals: Mapping[str, float]
+    ) -> None:
         run = self._connection.execute
         if run("select events from applied").fetchone() == (events,):
             return
         run("begin immediate")
+        for table in ("candidates", "state", "spent", "applied"):
+            run(f"delete from {table}")  # noqa: S608 - fixed names
         self._connection.executemany(
-            "insert or replace into candidates values(?,?,?,?,?,?,?)",
+            "insert into candidates values(?,?,?,?,?,?,?)",
             [(c.number, c.key, c.head, c.origin, c.note, c.outcome, c.reason) for c in candidates],
         )
-        self._connection.executemany("insert or replace into state values(?,?)", [(k, json.dumps(v, sort_keys=True)) for k, v in state.items()])
-        self._connection.executemany("insert or replace into spent values(?,?)", list(totals.items()))
-        run("delete from applied")
+        self._connection.executemany(
+            "insert into state values(?,?)", [(k, json.dumps(v, sort_keys=True)) for k, v in state.items()]
+        )
+        self._connection.executemany("insert into spent values(?,?)", list(totals.items()))
         run("insert into applied values(?)", (events,))
         run("commit")
 

@@ -62,11 +62,17 @@ def read(path: Path, name: str | None = None) -> TomlDocument:
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise FasttrackError(
-            f"byte {error.object[error.start]:#04x} is not UTF-8", where=f"{name}:{line}", expected="UTF-8 text", next=f"re-encode {name}"
+            f"byte {error.object[error.start]:#04x} is not UTF-8",
+            where=f"{name}:{line}",
+            expected="UTF-8 text",
+            next=f"re-encode {name}",
         ) from error
     except OSError as error:
         raise FasttrackError(
-            f"cannot read the file ({error.strerror})", where=name, expected="a readable TOML file", next=f"ls -l {name}"
+            f"cannot read the file ({error.strerror})",
+            where=name,
+            expected="a readable TOML file",
+            next=f"ls -l {name}",
         ) from error
     return parse(text, name)
 
@@ -80,7 +86,9 @@ def parse(text: str, name: str) -> TomlDocument:
         at = re.search(r"\(at line (\d+), column \d+\)", message)
         line = int(at.group(1)) if at else text.count("\n") + 1
         what = re.sub(r"\s*\(at .*\)$", "", message)
-        raise FasttrackError(f"broken TOML: {what}", where=f"{name}:{line}", expected="TOML 1.0", next=f"edit {name}") from error
+        raise FasttrackError(
+            f"broken TOML: {what}", where=f"{name}:{line}", expected="TOML 1.0", next=f"edit {name}"
+        ) from error
     return TomlDocument(name=name, data=data, lines=_Positions(text.replace("\r\n", "\n")).scan())
 
 
@@ -97,7 +105,10 @@ def validate(model: type[Model], document: TomlDocument, *, next: str) -> Model:
         line, what = complaints[0]
         rest = "".join(f"; line {n}: {text}" for n, text in complaints[1:])
         raise FasttrackError(
-            f"{what}{rest}", where=f"{document.name}:{line}", expected=f"a valid {model.__name__.lower()} file", next=next
+            f"{what}{rest}",
+            where=f"{document.name}:{line}",
+            expected=f"a valid {model.__name__.lower()} file",
+            next=next,
         ) from error
 
 
@@ -153,9 +164,7 @@ class _Positions:
     """Walks valid TOML once and records the line at which each key, element and header starts."""
 
     _BARE = re.compile(r"[A-Za-z0-9_-]+")
-    _STRINGS = re.compile(
-        r'"""(?:[^\\]|\\.)*?"{3,5}' r"|'''.*?'{3,5}" r'|"(?:[^"\\\n]|\\.)*"' r"|'[^'\n]*'", re.DOTALL
-    )
+    _STRINGS = re.compile(r'"""(?:[^\\]|\\.)*?"{3,5}' r"|'''.*?'{3,5}" r'|"(?:[^"\\\n]|\\.)*"' r"|'[^'\n]*'", re.DOTALL)
     _SCALAR = re.compile(r"[^,\]}#\n]+")
     _BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
 

@@ -1,0 +1,95 @@
+"""What the performance section needs, read out of `raw/perf.jsonl` with the protocol's own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from harness.records import Cell
+from reports import protocols
+from reports.load import Loaded
+
+__all__ = ["CellResult", "Comparison", "PerfView"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A cell's ratio against one arm."""
+
+    ratio: float | None
+    """Other arm's time divided by the candidate's; None where it could not be had."""
+    low: float | None
+    high: float | None
+    word: str
+    """FAST, SAME, SLOW, AMBG or ????."""
+    blocks: Sequence[float | None] = ()
+    """The same ratio per block, in the order of measurement."""
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One cell of the matrix."""
+
+    cell: Cell
+    against: Mapping[str, Comparison]
+    """By arm name."""
+    median_us: Mapping[str, float]
+    """Median time of a step by arm name, in microseconds."""
+    in_task: bool = False
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class PerfView:
+    """All cells."""
+
+    cells: Sequence[CellResult]
+    arms: Sequence[str]
+    """Arms that the candidate is compared with, headline first."""
+    arm_names: Mapping[str, str]
+    note: str
+    """How intervals and words were made, in one or two sentences."""
+    controls: Sequence[tuple[str, str]] = field(default_factory=tuple)
+
+    def worst(self, arm: str) -> CellResult | None:
+        """The cell with the lowest ratio against an arm."""
+        measured = [cell for cell in self.cells if arm in cell.against and cell.against[arm].ratio is not None]
+        return min(measured, key=lambda cell: cell.against[arm].ratio or 0.0, default=None)
+
+    def best(self, arm: str) -> CellResult | None:
+        """The cell with the highest ratio against an arm."""
+        measured = [cell for cell in self.cells if arm in cell.against and cell.against[arm].ratio is not None]
+        return max(measured, key=lambda cell: cell.against[arm].ratio or 0.0, default=None)
+
+    def groups(self) -> Iterator[tuple[str, list[CellResult]]]:
+        """Cells that share everything but batch and context, with a suffix that tells the groups apart."""
+        groups: dict[tuple[str, int, str, str | None], list[CellResult]] = {}
+        for result in self.cells:
+            cell = result.cell
+            groups.setdefault((cell.scope, cell.tokens, cell.workload, cell.layout), []).append(result)
+        for (scope, tokens, workload, layout), members in groups.items():
+            parts = [scope, workload, f"{tokens} tokens per request" if tokens > 1 else "", layout or ""]
+            suffix = ", ".join(part for part in parts if part)
+            yield (f" ({suffix})" if len(groups) > 1 else ""), members
+
+
+def perf_view(loaded: Loaded) -> PerfView | None:
+    """The view of a bundle's performance data; None where nothing was measured."""
+    lines = loaded.raw.get("perf")
+    if not lines:
+        return None
+    summary = protocols.implementation("perf", loaded.results["perf"].protocol_id).summarise(lines)
+    return PerfView(
+        cells=[
+            CellResult(
+                cell=Cell(**cell["cell"]),
+                against={arm: Comparison(**values) for arm, values in cell["against"].items()},
+                median_us=cell["median_us"],
+            )
+            for cell in summary["cells"]
+        ],
+        arms=("standard", "best"),
+        arm_names={"standard": "the standard path", "best": "the current best", "candidate": "candidate"},
+        note=summary["note"],
+        controls=summary["controls"],
+    )

@@ -28,6 +28,8 @@ class Arms:
     best: dict[str, Artifact]
     """The current best: the base commit's specialised kernels, or the best candidate of this run."""
     best_schedules: Path
+    runtime: Artifact
+    """The trusted launcher, built from the protected sources; the same for both arms."""
 
 
 @dataclass
@@ -46,7 +48,7 @@ class GateContext:
     base_tree: Path
     """Export of the base commit: the protected code that sandboxed workers import."""
     best_tree: Path
-    """Export whose kernels and schedules are the current best: `base_tree`, or that of the best candidate of this run."""
+    """Export with the current best's kernels and schedules: `base_tree`, or that of this run's best candidate."""
     task_cells: tuple[Cell, ...] = ()
     """Cells in which the task asks for strictly faster than the current best; empty without a task."""
     allow: tuple[str, ...] = ()
@@ -55,6 +57,8 @@ class GateContext:
     """Export of the candidate's editable paths (kernels and schedules); null until the scope gate has let it pass."""
     arms: Arms | None = None
     """Set by the build gate; gates that need it are not_evaluated without."""
+    built: tuple[Artifact, ...] = ()
+    """Every object of the candidate, for all architectures of the target; set by the build gate."""
     candidates_tried: int = 1
     """How many candidates this run may try: the error budget is spent over them."""
     progress: Progress = silent

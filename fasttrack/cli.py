@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import typer
 from typer.main import get_command
 
-from fasttrack.commands import build, bundle, doctor, eval, inspect, optimize, runs, verify
-from fasttrack.commands import bench as bench_command
+from fasttrack.commands import audit, bench, build, bundle, catalogue, doctor, evals, optimize, runs, verify
 from fasttrack.console import report_problem
 from harness.errors import FasttrackError
 from k3_backend.errors import BackendError
@@ -25,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (doctor, inspect, optimize, verify, build, bench_command, eval, runs, bundle):
+for module in (doctor, catalogue, optimize, verify, build, audit, bench, evals, runs, bundle):
     module.register(app)
 
 

@@ -1,4 +1,4 @@
-"""`fasttrack build`: compile the kernels of this checkout ahead of time. Judging builds are the build gate's, in a sandbox."""
+"""`fasttrack build`: compile the kernels of this checkout. Builds that judge are the build gate's, in a sandbox."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Touched:
 class _Slot:
     view: View
     fixed: npt.NDArray[np.bool_] | None = None
-    """Which bytes must keep `content` through the call; None: all of them."""
+    """Which rows must keep `content` through the call, over flattened leading dimensions; None: all of it."""
     content: npt.NDArray[np.uint8] | None = None
     """Bytes before the call; None for tensors without a must-not-change part."""
     kind: Literal["input_changed", "unowned_state_changed"] = "input_changed"
@@ -120,13 +120,20 @@ class Arena:
         slot = self._slots[name]
         slot.content, slot.fixed, slot.kind = self._bytes(name).copy(), None, "input_changed"
 
-    def put_state(self, name: str, values: npt.NDArray[Any], *, free: npt.NDArray[np.bool_], kind: Poison) -> None:
-        """Write a state tensor; rows marked `free` get poison and must keep it bit for bit."""
+    def put_state(
+        self,
+        name: str,
+        values: npt.NDArray[Any],
+        *,
+        free: npt.NDArray[np.bool_] | None,
+        fixed: npt.NDArray[np.bool_],
+        kind: Poison,
+    ) -> None:
+        """Write a state tensor; rows marked `free` get poison, rows marked `fixed` must keep their bits."""
         self._fill(name, values, free, kind)
         slot = self._slots[name]
         slot.content, slot.kind = self._bytes(name).copy(), "unowned_state_changed"
-        row_bytes = slot.view.nbytes // max(1, free.size)
-        slot.fixed = np.repeat(free.reshape(-1), row_bytes)
+        slot.fixed = fixed.reshape(-1)
 
     def put_output(self, name: str, kind: Poison) -> npt.NDArray[np.uint8]:
         """Fill an output with poison and return a copy of it, u8 [nbytes]: what is still there was not written."""
@@ -146,9 +153,11 @@ class Arena:
         for name, slot in self._slots.items():
             if slot.content is None:
                 continue
-            changed = self._bytes(name) != slot.content
+            if np.array_equal(now := self._bytes(name), slot.content):
+                continue
+            changed = now != slot.content
             if slot.fixed is not None:
-                changed &= slot.fixed
+                changed.reshape(slot.fixed.size, -1)[~slot.fixed] = False
             if changed.any():
                 found.append(Touched(slot.kind, name, int(changed.argmax()), int(changed.sum())))
         return found

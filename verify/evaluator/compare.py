@@ -8,6 +8,7 @@ hides a small one nor cancellation inside a row counts as error of the kernel.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,13 +32,14 @@ class Errors:
     nonzero: int
     """Elements that are not zero in rows whose reference is exactly zero."""
     element: float
-    """Largest normalised error of an element; null in JSON only through `nonfinite`, whose elements are left out."""
-    l2: float
-    """||value - reference|| / ||reference|| over all rows that are not zero."""
+    """Largest normalised error of an element; elements counted in `nonfinite` are left out of this and what follows."""
     row_l2: float
-    """The largest such ratio of a single row."""
+    """Largest ||value - reference|| / ||reference|| of a row."""
+    mean: float
+    """sum |value - reference| / sum |reference|. A rounding that flips here and there hardly moves it; precision that
+    is lost everywhere does."""
     worst: tuple[int, ...]
-    """Index of the first element with a wrong class (non-finite, nonzero), else of the largest error."""
+    """Index of the first element of a wrong class (non-finite, nonzero), else of the largest normalised error."""
 
     def record(self) -> dict[str, Any]:
         """JSON for a raw line."""
@@ -60,44 +62,40 @@ def compare_values(value: Tensor, reference: Tensor, *, row_dims: int = 1) -> Er
             f"compared {tuple(value.shape)} with {tuple(reference.shape)}; expected equal, non-empty shapes"
         )
     shape = reference.shape
-    split = reference.dim() - row_dims
-    got = value.to(torch.float64).reshape(-1, int(torch.tensor(shape[split:]).prod()))
-    want = reference.to(torch.float64).reshape(got.shape)
-    regular = want.isfinite()
-    same_class = torch.where(regular, got.isfinite(), (got == want) | (got.isnan() & want.isnan()))
-    usable = regular & got.isfinite()
+    width = math.prod(shape[len(shape) - row_dims :])
+    got, want = value.to(torch.float64).reshape(-1, width), reference.to(torch.float64).reshape(-1, width)
+    regular, finite = want.isfinite(), got.isfinite()
+    other_class = torch.where(regular, ~finite, (got != want) & ~(got.isnan() & want.isnan()))
+    usable = regular & finite
     clean = torch.where(usable, want, 0.0)
     difference = torch.where(usable, got - want, 0.0).abs()
-    mean_square = clean.square().sum(1, keepdim=True) / usable.sum(1, keepdim=True).clamp(min=1)
     zero_row = (clean == 0).all(1, keepdim=True)
-    nonzero = zero_row & usable & (got != 0)
-    scale = torch.maximum(clean.abs(), mean_square.sqrt()).clamp(min=_TINY)
-    error = torch.where(zero_row, 0.0, difference / scale)
-    counted = ~zero_row.squeeze(1)
-    squares = torch.where(zero_row, 0.0, difference.square()).sum(1)
-    norms = clean.square().sum(1)
-    rows = (squares[counted] / norms[counted].clamp(min=_TINY**2)).sqrt()
-    wrong = ~same_class | nonzero
-    flat = int(wrong.flatten().to(torch.uint8).argmax()) if bool(wrong.any()) else int(error.argmax())
+    nonzero = zero_row & (difference != 0)
+    difference = torch.where(zero_row, 0.0, difference)
+    squares = clean.square().sum(1, keepdim=True)
+    scale = torch.maximum(clean.abs(), (squares / usable.sum(1, keepdim=True).clamp(min=1)).sqrt()).clamp(min=_TINY)
+    error = difference / scale
+    wrong = other_class | nonzero
+    flat = int((wrong.to(torch.uint8) if bool(wrong.any()) else error).argmax())
     return Errors(
         elements=want.numel(),
-        nonfinite=int((~same_class).sum()),
+        nonfinite=int(other_class.sum()),
         nonzero=int(nonzero.sum()),
         element=float(error.max()),
-        l2=float((squares.sum() / norms.sum().clamp(min=_TINY**2)).sqrt()),
-        row_l2=float(rows.max()) if rows.numel() else 0.0,
+        row_l2=float((difference.square().sum(1) / squares.squeeze(1).clamp(min=_TINY**2)).sqrt().max()),
+        mean=float(difference.sum() / clean.abs().sum().clamp(min=_TINY)),
         worst=tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape)),
     )
 
 
 def spread(reference: Tensor) -> float:
-    """How much of a reference a constant cannot explain: ||r - mean(r)|| / ||r|| over its finite elements.
+    """How much of a reference a constant cannot explain: sum |r - median(r)| / sum |r| over its finite elements.
 
-    0 for a constant or empty tensor, which every constant output would match; 1 for zero mean.
+    0 for a constant or all-zero tensor, which a constant output would match; about 1 for zero mean.
     """
     finite = reference.to(torch.float64)[reference.isfinite()]
-    norm = float(finite.norm()) if finite.numel() else 0.0
-    return float((finite - finite.mean()).norm()) / norm if norm > 0 else 0.0
+    total = float(finite.abs().sum())
+    return float((finite - finite.median()).abs().sum()) / total if total > 0 else 0.0
 
 
 @dataclass(frozen=True)

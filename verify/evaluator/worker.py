@@ -51,9 +51,9 @@ class ArmSpec:
     kind: str
     """`standard` or `specialized`."""
     artifacts: dict[str, Path] = field(default_factory=dict)
-    """op name -> folder of its built artifact; empty for the standard arm."""
+    """op name -> folder of its built artifact, and `runtime` -> that of the launcher; empty for the standard arm."""
     schedules: Path | None = None
-    """Folder of the arm's schedules for the geometry."""
+    """Folder of the arm's schedules: the one that holds `cpu/`."""
 
 
 class WorkerFailure(Exception):  # noqa: N818 - error classes are named for the finding
@@ -264,6 +264,17 @@ class Worker:
     def pid(self) -> int:
         """Process id of the sandbox (the worker itself has another one inside its own namespace)."""
         return self._process.pid
+
+    def tasks(self) -> frozenset[int]:
+        """Ids of all processes and threads inside, as the host's kernel lists them; the worker cannot hide any."""
+        found: set[int] = set()
+        waiting = [self._process.pid]
+        while waiting:
+            for task in Path(f"/proc/{waiting.pop()}/task").glob("*"):
+                found.add(int(task.name))
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended in between
+                    waiting += [int(child) for child in (task / "children").read_text().split()]
+        return frozenset(found)
 
     def stop(self) -> None:
         """Kill the process tree, wait for it and release the buffer's descriptor. Idempotent."""

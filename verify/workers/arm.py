@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import Any
+
 import numpy as np
 
 from k3_backend.aot.cpu.launch import KernelSet, LoadedOp
@@ -49,7 +51,7 @@ class _Loaded:
     def __init__(self, kernel_set: KernelSet) -> None:
         self.kernels = kernel_set
         self.honest = {op: loaded.entry for op, loaded in kernel_set.items()}
-        self.wrappers: dict[str, ctypes._CFuncPtr] = {}
+        self.wrappers: dict[str, Any] = {}
 
 
 def _loaded(session: Session) -> _Loaded:

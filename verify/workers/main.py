@@ -33,9 +33,9 @@ class Session:
     kind: str
     """`standard` or `specialized`."""
     artifacts: dict[str, Path]
-    """op name -> folder of its built artifact (manifest beside the object); empty for the standard arm."""
+    """op name (and `runtime`) -> folder of its built artifact; empty for the standard arm."""
     schedules: Path | None
-    """Folder of the arm's schedules for the geometry."""
+    """Folder of the arm's schedules: the one that holds `cpu/`."""
     threads: int
     """Worker threads that kernels and torch may use."""
     buffer: npt.NDArray[np.uint8]

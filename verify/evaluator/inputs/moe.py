@@ -16,8 +16,10 @@ MOE_EXPERTS_KINDS = (*ACTIVATION_KINDS, "one_expert", "saturated", "zero_weights
 
 
 def moe_front(d: Draw) -> Inputs:
-    """`near_ties`: experts whose scores differ by about one f32 rounding; `exact_ties`: equal expert rows whose
-    products are exact in any order of summation, so that the lower id must win; `nan_score`: some biases are NaN; `saturated`:
+    """Router inputs by class.
+
+    `near_ties`: experts whose scores differ by about one f32 rounding; `exact_ties`: equal expert rows whose products
+    are exact in any order of summation, so that the lower id must win; `nan_score`: some biases are NaN; `saturated`:
     logits of +-20 and beyond; `bias_decides`: biases that overrule the scores.
     """
     g, rows = d.geometry, d.case.rows

@@ -10,13 +10,14 @@ from verify.evaluator.inputs.masks import Attrs, Inputs, Masks, Tensors, whole
 
 __all__ = ["KDA_DECODE_KINDS", "kda_decode", "kda_decode_masks"]
 
-KDA_DECODE_KINDS = (*ACTIVATION_KINDS, "padding", "saturated", "long_decay", "large_state", "wide_pool")
+KDA_DECODE_KINDS = (*ACTIVATION_KINDS, "padding", "saturated", "long_decay", "hold", "large_state", "wide_pool")
 
 
 def kda_decode(d: Draw) -> Inputs:
     """`padding` mixes null requests and unwanted writes (null slots behind the first) in; `saturated`: write strength
     and output gates at 0 or 1, decays at their bounds; `long_decay`: decays near one on states whose columns differ by
-    2^12, so that a state kept in bf16 shows; `large_state`: states far larger than the update; `wide_pool`: a pool made
+    2^12; `hold`: the same with a write strength of zero, so that the state only passes through and a state kept in less
+    than f32 shows; `large_state`: states far larger than the update; `wide_pool`: a pool made
     for more drafts than this step has.
     """
     g, batch, tokens = d.geometry, d.case.batch, d.case.tokens
@@ -36,9 +37,11 @@ def kda_decode(d: Draw) -> Inputs:
             count = part.stop - part.start
             proj[:, part] = torch.where(d.chance(0.5, (rows, count)), 30.0, -30.0) * d.uniform(1.0, 3.0, (rows, 1))
         dt_bias = torch.where(d.chance(0.5, dt_bias.shape), 40.0, -40.0)
-    elif d.kind == "long_decay":
+    elif d.kind in ("long_decay", "hold"):
         dt_bias = -d.uniform(6.0, 12.0, dt_bias.shape)
         state *= torch.exp2(d.uniform(-6.0, 6.0, (pool, g.heads, 1, head)))
+        if d.kind == "hold":
+            proj[:, beta] = -d.uniform(20.0, 60.0, (rows, g.heads)).to(torch.bfloat16)
     elif d.kind == "large_state":
         state *= 64.0
     tensors: Tensors = {

@@ -1,0 +1,333 @@
+"""Run one secret case of one op in a worker and measure everything that the kernels protocol decides on.
+
+Sequence of a case, all at the same addresses: first call among NaN poison; second call with the same inputs among
+finite poison; replay with changed contents (outputs keep the previous results, so a call that returns them shows);
+and, with more than one thread, the first inputs again under random delays of the workers. Reference and standard path
+run here, on clean copies that the worker never sees. Deciding is `verify.protocol.kernels`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from k3_backend.ops.registry import reference, standard
+from verify.evaluator.buffers import Arena, Poison
+from verify.evaluator.compare import Errors, compare_choice, compare_values, spread, weights_of_choice
+from verify.evaluator.inputs import Call, Case, make
+from verify.evaluator.worker import Worker
+from verify.protocol.kernels import tolerance
+
+__all__ = ["CALL_TIMEOUT_S", "Expected", "expect", "measure", "run_case"]
+
+CALL_TIMEOUT_S = 20.0
+"""Deadline of one call of one op; honest calls take milliseconds even on a busy machine."""
+
+_ROW_DIMS = {"state": 2}
+"""Tensors whose rows are matrices."""
+_SCORE_ULPS = 2.0**-22
+"""Part of the near-tie slack that is due to the sigmoid and the addition of the bias, in f32 (four roundings at 1)."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the evaluator holds against a call's results. Never leaves this process."""
+
+    reference: Mapping[str, Tensor]
+    """Output or written state rows -> fp64 values."""
+    exact: Mapping[str, Tensor]
+    """The same without the definition's bf16 roundings."""
+    standard: Mapping[str, Tensor]
+    """The same from the standard path, in the tensors' own formats."""
+
+
+def expect(call: Call) -> Expected:
+    """Reference and standard results of a call, reduced to what the call writes."""
+    maths = reference(call.case.op)
+    want, exact = maths(call.tensors, call.attrs), maths(call.tensors, call.attrs, rounding=False)
+    copies = {name: None if t is None else t.clone() for name, t in call.tensors.items()}
+    usual = dict(standard(call.case.op)(copies, call.attrs))
+    for name in call.masks.written:
+        state = copies[name]
+        assert state is not None
+        usual[name] = state
+    return Expected(_written(call, want), _written(call, exact), _written(call, usual))
+
+
+def _written(call: Call, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs whole, states restricted to their written rows; states without any are left out."""
+    kept = {name: results[name] for name in call.outputs}
+    for name, rows in call.masks.written.items():
+        if rows.any():
+            kept[name] = results[name][rows]
+    return kept
+
+
+def measure(
+    call: Call, expected: Expected, got: Mapping[str, Tensor], run: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Compare one run's results.
+
+    Args:
+        call: what was run.
+        expected: reference and standard results.
+        got: outputs and written state rows as the kernel left them.
+        run: name of the run, for the raw line.
+
+    Returns:
+        Rows of `values` (continuous tensors) and of `choices` (top-k ids) for the raw line.
+    """
+    if "topk_ids" in call.outputs:
+        return _measure_router(call, expected, got, run)
+    return [_value_row(name, got[name], expected, run) for name in expected.reference], []
+
+
+def _value_row(name: str, got: Tensor, expected: Expected, run: str) -> dict[str, Any]:
+    want, dims = expected.reference[name], _ROW_DIMS.get(name, 1)
+    ours, usual, exact = (
+        compare_values(value, want, row_dims=dims) for value in (got, expected.standard[name], expected.exact[name])
+    )
+    return _row(name, got.dtype, run, spread(want), {"candidate": ours, "standard": usual, "rounding": exact})
+
+
+def _row(name: str, dtype: torch.dtype, run: str, varies: float, errors: Mapping[str, Errors]) -> dict[str, Any]:
+    kind = "bf16" if dtype == torch.bfloat16 else "f32"
+    records = {who: measured.record() for who, measured in errors.items()}
+    allowed = tolerance(kind, records["standard"], records["rounding"])
+    return {"run": run, "tensor": name, "dtype": kind, "spread": varies, **records, "tolerance": allowed}
+
+
+def _measure_router(
+    call: Call, expected: Expected, got: Mapping[str, Tensor], run: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The choice by the near-tie rule; weights against the definition's weights for the choice that was made."""
+    x, gate, bias = (call.tensors[name] for name in ("x", "w_gate", "bias"))
+    assert x is not None
+    assert gate is not None
+    assert bias is not None
+    exact = x.double() @ gate.double().T
+    scores = torch.sigmoid(exact)
+    keys = scores + bias.double()
+    usual = x.float() @ gate.float().T
+    earned = (usual.double() - exact).abs().amax(1) / 4.0  # the sigmoid's slope is at most 1/4
+    slack = torch.zeros(len(exact)) if call.case.kind == "exact_ties" else 4.0 * earned + _SCORE_ULPS
+    choice = compare_choice(got["topk_ids"], keys, slack)
+    values = [_value_row("latent", got["latent"], expected, run)]
+    ids, usual_ids = got["topk_ids"].long(), expected.standard["topk_ids"].long()
+    if bool(((ids >= 0) & (ids < gate.shape[0])).all()):
+        scale = float(call.attrs["scale"])
+        want = weights_of_choice(ids, scores, scale)
+        errors = {
+            "candidate": compare_values(got["topk_weights"], want),
+            "standard": compare_values(expected.standard["topk_weights"], weights_of_choice(usual_ids, scores, scale)),
+            "rounding": compare_values(want, want),
+        }
+        values.append(_row("topk_weights", torch.float32, run, spread(want), errors))
+    return values, [{"run": run, "tensor": "topk_ids", **choice.record()}]
+
+
+@dataclass
+class _Run:
+    """The state of one case while it runs."""
+
+    worker: Worker
+    arena: Arena
+    call: Call
+    line: dict[str, Any]
+    poison: dict[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    handle: int = -1
+
+    def fill(self, call: Call, kind: Poison, *, outputs: bool) -> None:
+        """Place a call's contents. Without `outputs` the previous results stay where they are."""
+        self.arena.paint(kind)
+        for spec in call.spec.tensors:
+            if spec.role == "output":
+                if outputs:
+                    self.poison[spec.name] = self.arena.put_output(spec.name, kind)
+                continue
+            tensor = call.tensors[spec.name]
+            if tensor is None:
+                continue
+            free = _numpy(call.masks.free.get(spec.name))
+            if spec.role == "state":
+                written = _numpy(call.masks.written[spec.name])
+                assert written is not None
+                self.arena.put_state(spec.name, _bits(tensor), free=free, fixed=~written, kind=kind)
+            else:
+                self.arena.put_input(spec.name, _bits(tensor), free=free, kind=kind)
+
+    def replay(self, run: str, handle: int, *, scratch: int | None) -> dict[str, Tensor]:
+        """Run the bound call; record what it touched; return what it wrote."""
+        answer = self.worker.call("op.replay", timeout_s=CALL_TIMEOUT_S, handle=handle, scratch=scratch)
+        self.event(run, "denormals_off", "", condition=not answer.get("denormals"))
+        for hit in self.arena.touched():
+            self.line["events"].append({**hit.record(), "run": run})
+        return self.results(self.call)
+
+    def results(self, call: Call) -> dict[str, Tensor]:
+        """Copies of outputs and written state rows."""
+        found = {}
+        for name in call.outputs:
+            found[name] = _tensor(self.arena.array(name), call.outputs[name][0]).clone()
+        for name, rows in call.masks.written.items():
+            if rows.any():
+                found[name] = _tensor(self.arena.array(name), call.spec.tensor(name).dtype)[rows]
+        return found
+
+    def event(self, run: str, code: str, tensor: str, *, condition: bool) -> None:
+        if condition:
+            self.line["events"].append({"code": code, "tensor": tensor, "run": run})
+
+    def unwritten(self, run: str) -> None:
+        """Record outputs in which poison of this run is left."""
+        for name, pattern in self.poison.items():
+            dtype = self.arena.array(name).dtype
+            left = self.arena.array(name).reshape(-1).view(_uint(dtype)) == pattern.view(_uint(dtype))
+            self.event(run, "output_not_written", name, condition=bool(left.any()))
+
+    def compare(self, run: str, call: Call, expected: Expected, got: Mapping[str, Tensor]) -> None:
+        values, choices = measure(call, expected, got, run)
+        self.line["values"] += values
+        self.line["choices"] += choices
+
+
+def run_case(worker: Worker, case: Case, rng: np.random.Generator, line: dict[str, Any]) -> None:
+    """Run a case and fill its raw line in place, so that what was seen before a crash is kept.
+
+    Args:
+        worker: with the candidate's objects loaded.
+        case: what to run.
+        rng: source of poison and red-zone patterns.
+        line: has `kind`, `id` and the case's fields; gets `values`, `choices`, `events` and, if the launcher does not
+            take the call, `refused`.
+
+    Raises:
+        WorkerFailure: the worker crashed, hung, or the kernel returned an error; recorded by the caller.
+    """
+    line |= {"values": [], "choices": [], "events": [], "refused": None}
+    call, other = make(case), make(case, "changed")
+    expected = expect(call)
+    line |= {"attrs": dict(call.attrs), "inputs_sha256": _digest(call)}
+    worker.call("op.release", timeout_s=CALL_TIMEOUT_S)
+    worker.buffer.reset()
+    run = _Run(worker, Arena(worker.buffer, _layout(call), rng), call, line)
+    bound = _bind(run, jitter=None)
+    if bound is None:
+        return
+    tasks = worker.tasks()
+
+    run.fill(call, "nan", outputs=True)
+    first = run.replay("first", bound, scratch=0xFF)
+    run.unwritten("first")
+    run.compare("first", call, expected, first)
+
+    run.fill(call, "finite", outputs=True)
+    again = run.replay("again", bound, scratch=0x3C)
+    _same_bits(run, "again", first, again)
+
+    run.call = other
+    run.fill(other, "nan", outputs=False)
+    changed_expected = expect(other)
+    changed = run.replay("changed", bound, scratch=None)
+    run.compare("changed", other, changed_expected, changed)
+    _not_stale(run, first, changed, changed_expected, expected)
+    run.event("changed", "threads_left", "", condition=worker.tasks() != tasks)
+
+    if case.threads > 1:
+        run.call = call
+        late = _bind(run, jitter=int(rng.integers(1 << 31)))
+        if late is not None:
+            run.fill(call, "nan", outputs=True)
+            _same_bits(run, "late", first, run.replay("late", late, scratch=None))
+
+
+def _bind(run: _Run, jitter: int | None) -> int | None:
+    """Handle of the bound call, or None if the launcher refuses it (recorded)."""
+    views = {name: view.to_json() for name, view in run.arena.views().items()}
+    case = run.call.case
+    answer = run.worker.call(
+        "op.bind",
+        timeout_s=CALL_TIMEOUT_S,
+        op=case.op,
+        tensors=views,
+        attrs=dict(run.call.attrs),
+        rows=case.rows,
+        threads=case.threads,
+        jitter=jitter,
+    )
+    if "refused" in answer:
+        run.line["refused"] = str(answer["refused"])
+        return None
+    run.line["tunables"] = answer["tunables"]
+    return int(answer["handle"])
+
+
+def _same_bits(run: _Run, name: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    for tensor, value in before.items():
+        same = torch.equal(_raw(value), _raw(after[tensor]))
+        run.event(name, "nondeterministic", tensor, condition=not same)
+
+
+def _not_stale(
+    run: _Run, before: Mapping[str, Tensor], after: Mapping[str, Tensor], want: Expected, previous: Expected
+) -> None:
+    """A whole output that equals the previous call's bit for bit although its reference changed."""
+    for name in run.call.outputs:
+        changed = not torch.equal(want.reference[name], previous.reference[name])
+        run.event(
+            "changed", "stale_output", name, condition=changed and torch.equal(_raw(before[name]), _raw(after[name]))
+        )
+
+
+def _layout(call: Call) -> list[tuple[str, str, tuple[int, ...]]]:
+    layout = []
+    for spec in call.spec.tensors:
+        if spec.role == "output":
+            layout.append((spec.name, *call.outputs[spec.name]))
+        elif (tensor := call.tensors[spec.name]) is not None:
+            layout.append((spec.name, spec.dtype, tuple(tensor.shape)))
+    return layout
+
+
+def _digest(call: Call) -> str:
+    """sha256 over the clean inputs, in interface order."""
+    digest = hashlib.sha256()
+    for spec in call.spec.tensors:
+        tensor = call.tensors.get(spec.name)
+        if tensor is not None:
+            digest.update(_bits(tensor).tobytes())
+    return digest.hexdigest()
+
+
+def _bits(tensor: Tensor) -> npt.NDArray[Any]:
+    """A tensor as numpy; bf16 as uint16."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return tensor.contiguous().numpy()
+
+
+def _tensor(array: npt.NDArray[Any], dtype: str) -> Tensor:
+    """A shared array as a tensor over the same memory; uint16 bits as bf16."""
+    if dtype == "bf16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """Bits, so that NaN equals itself and -0 differs from 0."""
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _numpy(mask: Tensor | None) -> npt.NDArray[np.bool_] | None:
+    return None if mask is None else mask.numpy()
+
+
+def _uint(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(f"u{dtype.itemsize}")

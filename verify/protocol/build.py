@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verify.protocol.decision import Decision, Finding, Line
-from verify.protocol.lines import incomplete, last_attempt, of_kind
+from verify.protocol.lines import as_finding, incomplete, last_attempt, of_kind
 
 __all__ = ["CODES", "PROTOCOL_ID", "decide"]
 
@@ -35,10 +35,7 @@ def decide(lines: Sequence[Line]) -> Decision:
     if attempt is None:
         return incomplete("build", "no header line")
     header, body = attempt
-    absent = [
-        Finding(**{k: line[k] for k in ("code", "message", "where", "expected", "next")})
-        for line in of_kind(body, "unavailable")
-    ]
+    absent = [as_finding(line) for line in of_kind(body, "unavailable")]
     if absent:
         return Decision("not_evaluated", absent)
     units = of_kind(body, "unit")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from verify.protocol.decision import Decision, Finding, Line
 
-__all__ = ["incomplete", "last_attempt", "of_kind"]
+__all__ = ["as_finding", "incomplete", "last_attempt", "of_kind"]
 
 
 def last_attempt(lines: Sequence[Line]) -> tuple[Line, Sequence[Line]] | None:
@@ -24,6 +24,11 @@ def last_attempt(lines: Sequence[Line]) -> tuple[Line, Sequence[Line]] | None:
 def of_kind(lines: Sequence[Line], kind: str) -> list[Line]:
     """Lines of one kind, in order."""
     return [line for line in lines if line.get("kind") == kind]
+
+
+def as_finding(line: Line) -> Finding:
+    """A line that states the parts of a finding itself."""
+    return Finding(line["code"], line["message"], line["where"], line["expected"], line["next"])
 
 
 def incomplete(gate: str, what: str) -> Decision:

@@ -79,7 +79,7 @@ def _obstacle(ctx: GateContext) -> dict[str, str] | None:
     if ctx.target.device != "cpu":
         return {
             "code": "build.device",
-            "message": f"this version has no kernels and no builder for device {ctx.target.device} ({', '.join(ctx.target.archs)})",
+            "message": f"this version has no kernels and no builder for {', '.join(ctx.target.archs)}",
             "where": f"target {ctx.target.name}",
             "expected": f"artifacts for {', '.join(ctx.target.archs)}, built twice with one digest",
             "next": f"with a version that has {ctx.target.device} kernels: {command_for('build', ctx)}",
@@ -96,18 +96,30 @@ def _obstacle(ctx: GateContext) -> dict[str, str] | None:
     probe = sandbox.run([COMPILER, "--version"], timeout_s=30)
     if probe.returncode:
         return {
-            "code": "build.environment", "message": f"{COMPILER} does not run in the sandbox (status {probe.returncode})", "where": COMPILER,
-            "expected": "GNU g++ 12 or newer below /usr", "next": "apt-get install g++",
-        }  # fmt: skip
+            "code": "build.environment",
+            "message": f"{COMPILER} does not run in the sandbox (status {probe.returncode})",
+            "where": COMPILER,
+            "expected": "GNU g++ 12 or newer below /usr",
+            "next": "apt-get install g++",
+        }
     return None
 
 
 def _header(ctx: GateContext, ops: Iterable[str], base_ops: Iterable[str]) -> dict[str, Any]:
     return {
-        "kind": "header", "gate": "build", "protocol": PROTOCOL_ID, "base": ctx.candidate.base, "head": ctx.candidate.head,
-        "target": ctx.target.name, "archs": list(ctx.target.archs), "geometry": ctx.target.geometry, "ops": list(ops),
-        "base_ops": list(base_ops), "limits": ctx.settings.build.model_dump(), "next": command_for("build", ctx),
-    }  # fmt: skip
+        "kind": "header",
+        "gate": "build",
+        "protocol": PROTOCOL_ID,
+        "base": ctx.candidate.base,
+        "head": ctx.candidate.head,
+        "target": ctx.target.name,
+        "archs": list(ctx.target.archs),
+        "geometry": ctx.target.geometry,
+        "ops": list(ops),
+        "base_ops": list(base_ops),
+        "limits": ctx.settings.build.model_dump(),
+        "next": command_for("build", ctx),
+    }
 
 
 @dataclass(frozen=True)
@@ -159,10 +171,16 @@ class _Builder:
         except BuildError as error:
             return _Unit(self._error_line(op, arch, error), None)
         line = {
-            "kind": "unit", "op": op, "arch": arch, "changed": changed, "inputs_digest": first.inputs_digest,
-            "digests": [a.digest for a in artifacts], "seconds": times, "object_bytes": _size(first),
+            "kind": "unit",
+            "op": op,
+            "arch": arch,
+            "changed": changed,
+            "inputs_digest": first.inputs_digest,
+            "digests": [a.digest for a in artifacts],
+            "seconds": times,
+            "object_bytes": _size(first),
             "toolchain": dict(first.toolchain),
-        }  # fmt: skip
+        }
         if len({a.digest for a in artifacts}) > 1:
             # The cache promises one artifact per key, so it keeps none that cannot be reproduced.
             shutil.rmtree(first.path)
@@ -187,13 +205,19 @@ class _Builder:
     def _error_line(self, op: str, arch: str, error: BuildError) -> dict[str, Any]:
         limit = bool(_LIMIT_SIGNS.search(error.stderr))
         limits = self.ctx.settings.build
-        bounds = f"{limits.seconds} s, {limits.memory_bytes >> 20} MiB, {limits.output_bytes >> 20} MiB of output per compiler run"
+        sizes = f"{limits.memory_bytes >> 20} MiB of memory, {limits.output_bytes >> 20} MiB of output"
+        bounds = f"{limits.seconds} s, {sizes} per compiler run"
         return {
-            "kind": "error", "op": op, "arch": arch, "code": "build.limit" if limit else "build.compile_error",
-            "message": self._in_repo(error.what.partition(": ")[2]), "where": self._in_repo(error.where),
-            "expected": f"to stay within {bounds}" if limit else error.expected, "command": self._in_repo(error.command),
+            "kind": "error",
+            "op": op,
+            "arch": arch,
+            "code": "build.limit" if limit else "build.compile_error",
+            "message": self._in_repo(error.what.partition(": ")[2]),
+            "where": self._in_repo(error.where),
+            "expected": f"to stay within {bounds}" if limit else error.expected,
+            "command": self._in_repo(error.command),
             "stderr": self._in_repo(error.stderr)[-_STDERR_CHARS:],
-        }  # fmt: skip
+        }
 
     def _in_repo(self, text: str) -> str:
         """Exported places as repository paths: that is what the author knows."""
@@ -202,9 +226,16 @@ class _Builder:
 
 def _unknown_op(op: str) -> dict[str, Any]:
     return {
-        "kind": "error", "op": op, "arch": None, "code": "build.unknown_op", "message": "a kernel folder that names no op",
-        "where": f"{KERNELS}/{op}/cpu.cc", "expected": "a folder of k3_backend/ops", "command": "", "stderr": "",
-    }  # fmt: skip
+        "kind": "error",
+        "op": op,
+        "arch": None,
+        "code": "build.unknown_op",
+        "message": "a kernel folder that names no op",
+        "where": f"{KERNELS}/{op}/cpu.cc",
+        "expected": "a folder of k3_backend/ops",
+        "command": "",
+        "stderr": "",
+    }
 
 
 def _size(artifact: Artifact) -> int:

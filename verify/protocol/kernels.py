@@ -15,7 +15,18 @@ from typing import Any
 
 from verify.protocol.decision import Decision, Finding, Line
 
-__all__ = ["FACTORS", "FLOORS", "MEASURES", "PROTOCOL_ID", "ROUNDING", "decide", "exceeds", "tolerance"]
+__all__ = [
+    "FACTORS",
+    "FLOORS",
+    "MEASURES",
+    "PROTOCOL_ID",
+    "ROUNDING",
+    "case_fails",
+    "decide",
+    "exceeds",
+    "tolerance",
+    "worst_share",
+]
 
 PROTOCOL_ID = "kernels/1"
 
@@ -96,28 +107,33 @@ def decide(lines: Sequence[Line]) -> Decision:
     """Outcome of the gate.
 
     Args:
-        lines: all lines of the raw file: a header, then one line per case.
+        lines: all lines of the raw file: a header, then one line per load of the objects and one per case.
 
     Returns:
-        failed if any case broke a rule; not_evaluated if lines are missing or malformed or nothing could be run;
-        inconclusive if some output was never compared with power; passed otherwise.
+        failed if a load or any case broke a rule; not_evaluated if lines are missing or malformed or nothing could be
+        run; inconclusive if some output was never compared with power; passed otherwise.
     """
     problem = _malformed(lines)
     if problem:
         return Decision("not_evaluated", (problem,))
-    header, cases = lines[0], lines[1:]
+    header = lines[0]
+    loads, cases = _of_kind(lines, "load"), _of_kind(lines, "case")
+    findings = [finding for load in loads for finding in _load_findings(header, load)]
     tally = _Tally()
     broken: dict[tuple[str, str, str], list[tuple[Line, str]]] = defaultdict(list)
     power: dict[tuple[str, str], bool] = {}
     for case in cases:
-        tally.cases += 1
-        tally.refused += case.get("refused") is not None
-        tally.skipped += case.get("skipped") is not None
-        for code, tensor, text in _case_findings(case, tally, power):
+        _count(case, tally, power)
+        for code, tensor, text in _case_findings(case):
             broken[(code, str(case["op"]), tensor)].append((case, text))
+    findings += [_finding(header, key, hits) for key, hits in sorted(broken.items())]
     metrics = _metrics(tally)
-    if broken:
-        return Decision("failed", tuple(_finding(header, key, hits) for key, hits in sorted(broken.items())), metrics)
+    if findings:
+        return Decision("failed", tuple(findings), metrics)
+    if len(cases) < len(header["planned"]):
+        return Decision(
+            "not_evaluated", (_incomplete(f"{len(cases)} of {len(header['planned'])} cases", "cases"),), metrics
+        )
     nothing = [op for op in header["ops"] if not any(c["op"] == op and _evaluated(c) for c in cases)]
     if nothing:
         return Decision("not_evaluated", tuple(_not_run(header, op, cases) for op in nothing), metrics)
@@ -127,34 +143,86 @@ def decide(lines: Sequence[Line]) -> Decision:
     return Decision("passed", (), metrics)
 
 
+def case_fails(case: Line) -> bool:
+    """Whether a case line alone is enough to fail the gate."""
+    return any(True for _ in _case_findings(case))
+
+
+def worst_share(case: Line) -> float:
+    """Largest error of a case as a share of its tolerance; 0 if nothing was compared."""
+    shares = [0.0]
+    for row in case.get("values", ()):
+        allowed = _allowed(row)
+        shares += [float(row["candidate"][name]) / allowed[name] for name in MEASURES]
+    return max(shares)
+
+
+def _allowed(row: Mapping[str, Any]) -> dict[str, float]:
+    return tolerance(str(row["dtype"]), row["standard"], row["rounding"])
+
+
+def _of_kind(lines: Sequence[Line], kind: str) -> list[Line]:
+    return [line for line in lines if line.get("kind") == kind]
+
+
 def _evaluated(case: Line) -> bool:
-    return case.get("refused") is None and case.get("skipped") is None
+    return case["refused"] is None and case["skipped"] is None
 
 
-def _case_findings(case: Line, tally: _Tally, power: dict[tuple[str, str], bool]) -> Iterable[tuple[str, str, str]]:
-    """(code, tensor, what was seen) of every broken rule of a case; updates the tally and the power table."""
-    failure = case.get("failure")
+def _count(case: Line, tally: _Tally, power: dict[tuple[str, str], bool]) -> None:
+    """Add a case to the totals, and what its comparisons could have told apart to the power table."""
+    tally.cases += 1
+    tally.refused += case["refused"] is not None
+    tally.skipped += case["skipped"] is not None
+    tally.comparisons += len(case.get("values", ())) + len(case.get("choices", ()))
+    tally.worst = max(tally.worst, worst_share(case))
+    for row in case.get("values", ()):
+        allowed = _allowed(row)["mean"]
+        key = (str(case["op"]), str(row["tensor"]))
+        power[key] = power.get(key, False) or (allowed <= LARGEST_MEAN and float(row["spread"]) >= POWER * allowed)
+
+
+def _case_findings(case: Line) -> Iterable[tuple[str, str, str]]:
+    """(code, tensor, what was seen) of every broken rule of a case."""
+    failure = case["failure"]
     if failure is not None:
         yield f"kernels.{failure['failure']}", "", str(failure["message"])
     for event in case.get("events", ()):
         where = f" at byte {event['offset']}" if "offset" in event else ""
-        yield f"kernels.{event['code']}", str(event["tensor"]), f"{event['tensor']}{where} in run {event['run']}"
+        yield (
+            f"kernels.{event['code']}",
+            str(event["tensor"]),
+            f"{event['tensor']}{where} in run `{event['run']}`".strip(),
+        )
     for row in case.get("values", ()):
-        tally.comparisons += 1
-        allowed = tolerance(str(row["dtype"]), row["standard"], row["rounding"])
-        candidate = row["candidate"]
-        tally.worst = max(tally.worst, *(float(candidate[name]) / allowed[name] for name in MEASURES))
-        key = (str(case["op"]), str(row["tensor"]))
-        sees_zeros = allowed["mean"] <= LARGEST_MEAN and float(row["spread"]) >= POWER * allowed["mean"]
-        power[key] = power.get(key, False) or sees_zeros
-        wrong = exceeds(candidate, allowed)
+        allowed = _allowed(row)
+        wrong = exceeds(row["candidate"], allowed)
         if wrong:
             yield "kernels.mismatch", str(row["tensor"]), _mismatch(row, wrong[0], allowed)
     for row in case.get("choices", ()):
-        tally.comparisons += 1
         if int(row["violations"]) > 0:
-            text = f"{row['tensor']}{row['worst']} breaks the rule `{row['rule']}` in run {row['run']}"
+            text = f"{row['tensor']}{row['worst']} breaks the rule `{row['rule']}` in run `{row['run']}`"
             yield "kernels.mismatch", str(row["tensor"]), text
+
+
+def _load_findings(header: Line, load: Line) -> Iterable[Finding]:
+    """A load that failed, or that mapped other files than the artifacts."""
+    failure = load["failure"]
+    if failure is not None:
+        code, message = f"kernels.{failure['failure']}", f"loading the objects: {failure['message']}"
+        yield Finding(code, message, "op.load", _FAILURES[failure["failure"]], str(header["command"]))
+        return
+    for op, digest in header["artifacts"].items():
+        receipt = load["receipts"].get(op)
+        if receipt is None or receipt["digest"] != digest or receipt["mapped"] != receipt["object"]:
+            rule = f"the object of artifact {digest} mapped in the worker"
+            yield Finding(
+                "kernels.wrong_object",
+                f"op {op}: another or no object is mapped",
+                f"op {op}",
+                rule,
+                str(header["command"]),
+            )
 
 
 def _mismatch(row: Mapping[str, Any], measure: str, allowed: Mapping[str, float]) -> str:
@@ -212,32 +280,29 @@ def _metrics(tally: _Tally) -> dict[str, dict[str, Any]]:
     }
 
 
+def _incomplete(message: str, where: str) -> Finding:
+    rule = "one header, at least one load, and every planned case once"
+    return Finding("kernels.incomplete", message, where, rule, "fasttrack verify --gates kernels")
+
+
 def _malformed(lines: Sequence[Line]) -> Finding | None:
-    """Why the lines cannot be decided on, or None."""
-
-    def incomplete(message: str, where: str) -> Finding:
-        return Finding(
-            "kernels.incomplete",
-            message,
-            where,
-            "a header and exactly the planned cases",
-            "fasttrack verify --gates kernels",
-        )
-
+    """Why the lines cannot be decided on, or None. Missing cases are judged later: a failure may explain them."""
     if not lines or lines[0].get("kind") != "header":
-        return incomplete("no header line", "line 1")
+        return _incomplete("no header line", "line 1")
     header = lines[0]
     if header.get("protocol") != PROTOCOL_ID:
-        return incomplete(f"protocol {header.get('protocol')!r}; this decides {PROTOCOL_ID}", "line 1")
+        return _incomplete(f"protocol {header.get('protocol')!r}; this decides {PROTOCOL_ID}", "line 1")
     if not header.get("ops") or not header.get("planned"):
-        return incomplete("no op or no case was planned", "line 1")
-    found = [line.get("id") for line in lines[1:] if line.get("kind") == "case"]
-    if len(found) != len(lines) - 1:
-        return incomplete("a line is neither header nor case", "raw/kernels.jsonl")
-    if sorted(map(str, found)) != sorted(map(str, header["planned"])):
-        missing = sorted(set(map(str, header["planned"])) - set(map(str, found)))
-        return incomplete(
-            f"{len(found)} case lines for {len(header['planned'])} planned cases",
-            missing[0] if missing else "repeated case",
+        return _incomplete("no op or no case was planned", "line 1")
+    for number, line in enumerate(lines[1:], start=2):
+        if line.get("kind") not in ("load", "case"):
+            return _incomplete(f"line of kind {line.get('kind')!r}", f"line {number}")
+    found = [str(case["id"]) for case in _of_kind(lines, "case")]
+    unplanned = set(found) - set(map(str, header["planned"]))
+    if unplanned or len(set(found)) != len(found):
+        return _incomplete(
+            "a case that was not planned, or one that was recorded twice", min(unplanned, default="cases")
         )
+    if not _of_kind(lines, "load"):
+        return _incomplete("the objects were never loaded", "loads")
     return None

@@ -1,0 +1,50 @@
+"""Keep all CPUs busy while a case runs, so that kernels meet a loaded machine and not only a quiet one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+__all__ = ["Competitors"]
+
+_SPIN = "while True: pass"
+
+
+class Competitors:
+    """Processes that spin, one per CPU, stopped except inside `busy`. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Competitors:
+        for _ in os.sched_getaffinity(0):
+            self._processes.append(
+                subprocess.Popen([sys.executable, "-I", "-S", "-c", _SPIN], stdin=subprocess.DEVNULL, cwd="/")
+            )
+        self._signal(signal.SIGSTOP)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes.clear()
+
+    @contextlib.contextmanager
+    def busy(self, wanted: bool) -> Iterator[None]:
+        """Spin during the block if wanted."""
+        if wanted:
+            self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            if wanted:
+                self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            process.send_signal(number)

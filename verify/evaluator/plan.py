@@ -1,0 +1,103 @@
+"""Which secret cases the kernels gate runs: every input class, every declared batch, every schedule bucket's edges.
+
+The plan is drawn after the artifacts' digests are fixed, from the operating system's randomness, and stored in the
+header of the raw file, so that an interrupted gate goes on with the same cases and anybody can replay them.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verify.evaluator.inputs import Case, kinds
+
+__all__ = ["Planned", "draw_plan", "from_json"]
+
+MAX_BATCH = 64
+"""Largest batch in the scope of the specialised path."""
+SMALL_TIER_DRAWS = 4
+"""Tiers with fewer draws per class than this stay within `SMALL_TIER_ROWS` rows, to end within a minute."""
+SMALL_TIER_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One case of the plan."""
+
+    case: Case
+    contended: bool
+    """Run while other processes keep all CPUs busy."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As the header carries it."""
+        return {**asdict(self.case), "id": self.case.id, "contended": self.contended}
+
+
+def from_json(data: Mapping[str, Any]) -> Planned:
+    """Inverse of `Planned.to_json`."""
+    fields = {name: data[name] for name in Case.__dataclass_fields__}
+    return Planned(Case(**fields), bool(data["contended"]))
+
+
+def draw_plan(
+    ops: Iterable[str],
+    *,
+    geometry: str,
+    batches: Sequence[int],
+    tokens: Sequence[int],
+    draws: int,
+    edges: Mapping[str, Sequence[int]],
+) -> list[Planned]:
+    """Draw the cases of a gate run.
+
+    Args:
+        ops: ops to evaluate.
+        geometry: the target's geometry.
+        batches: the tier's declared batches.
+        tokens: T values in scope (1 + drafts).
+        draws: secret draws per op and input class.
+        edges: per op, the row counts at which its schedule changes bucket.
+
+    Returns:
+        Per op: at least `draws` cases of every class, and at least one case at every declared batch with T = 1, at
+        every T, on both sides of every bucket edge, and at two batches that nobody declared.
+    """
+    chooser = random.SystemRandom()
+    limit = SMALL_TIER_ROWS if draws < SMALL_TIER_DRAWS else MAX_BATCH * max(tokens)
+    plan: list[Planned] = []
+    for op in ops:
+        points = _points(chooser, batches, tokens, edges.get(op, ()), limit)
+        chooser.shuffle(points)
+        wanted = [kind for kind in kinds(op) for _ in range(draws)]
+        chooser.shuffle(wanted)
+        for at in range(max(len(points), len(wanted))):
+            batch, count = points[at] if at < len(points) else _any_point(chooser, tokens, limit)
+            kind = wanted[at] if at < len(wanted) else chooser.choice(kinds(op))
+            case = Case(op, kind, batch, count, chooser.choice((1, 2, 2)), secrets.token_hex(16), geometry)
+            plan.append(Planned(case, contended=chooser.random() < 1 / 3))
+    return plan
+
+
+def _points(
+    chooser: random.Random, batches: Sequence[int], tokens: Sequence[int], edges: Sequence[int], limit: int
+) -> list[tuple[int, int]]:
+    """(batch, tokens) that must occur."""
+    points = {(batch, 1) for batch in batches}
+    points |= {(chooser.randint(1, max(1, min(MAX_BATCH, limit // count))), count) for count in tokens}
+    points |= {(chooser.randint(1, MAX_BATCH), 1) for _ in range(2)}
+    for rows in {row for edge in edges for row in (edge, edge + 1)}:
+        fitting = [count for count in tokens if rows % count == 0 and rows // count <= MAX_BATCH]
+        if rows <= limit and fitting:
+            count = chooser.choice(fitting)
+            points.add((rows // count, count))
+    return sorted(points)
+
+
+def _any_point(chooser: random.Random, tokens: Sequence[int], limit: int) -> tuple[int, int]:
+    """Any point in scope; small ones more often, since every class must be seen there and they cost little."""
+    count = chooser.choice((1, *tokens))
+    largest = max(1, min(MAX_BATCH, limit // count))
+    return min(largest, round(largest ** chooser.random())), count

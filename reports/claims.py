@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from harness.records import Digest, Reason, Record, VerdictWord
-from reports.text import visible
+from reports.text import visible_line
 
 __all__ = ["ASSUMED", "BundleCheck", "CheckWord", "Claim", "ClaimStatus"]
 
@@ -70,17 +70,15 @@ class BundleCheck(Record):
     def text(self) -> str:
         """For a terminal: plain lines, nothing in them can act on it."""
         marks = {ClaimStatus.HOLDS: "ok  ", ClaimStatus.NOT_CHECKED: "??  ", ClaimStatus.REFUSED: "NO  "}
-        lines = [f"bundle {self.word.value}: {visible(self.bundle)}"]
+        lines = [f"bundle {self.word.value}: {visible_line(self.bundle)}"]
         if self.verdict is not None:
             lines.append(f"verdict {self.verdict.value}, recomputed from raw data")
         for claim in self.claims:
             note = f" ({claim.note})" if claim.note else ""
-            lines.append(visible(f"  {marks[claim.status]}{claim.claim}{note}").replace("\n", " "))
+            lines.append(visible_line(f"  {marks[claim.status]}{claim.claim}{note}"))
         for reason in self.reasons:
-            sentence = (
-                f"  {reason.code} {reason.where}: {reason.message}; expected {reason.expected}; next: {reason.next}"
-            )
-            lines.append(visible(sentence).replace("\n", " "))
+            finding = f"  {reason.code} {reason.where}: {reason.message}"
+            lines.append(visible_line(f"{finding}; expected {reason.expected}; next: {reason.next}"))
         lines.append("not checkable from files:")
         lines += [f"  -   {sentence}" for sentence in self.assumed]
         return "\n".join(lines)

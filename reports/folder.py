@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.records import Reason
+from reports.text import visible_line
 
 __all__ = ["Limits", "plain_name", "read_folder", "refusal"]
 
+_INTACT = "ask the author for an intact copy"
 _SEGMENT = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9._+-]{0,127}")
 
 
@@ -36,11 +38,15 @@ def plain_name(path: str) -> bool:
     return all(_SEGMENT.fullmatch(segment) for segment in path.split("/"))
 
 
-def refusal(
-    code: str, message: str, where: str, expected: str, then: str = "ask the author for an intact copy"
-) -> Reason:
-    """A reason to refuse a bundle."""
-    return Reason(code=f"bundle.{code}", message=message, where=where, expected=expected, next=then)
+def refusal(code: str, message: str, where: str, expected: str, then: str = _INTACT) -> Reason:
+    """A reason to refuse a bundle; what it quotes from the bundle is made harmless to show."""
+    return Reason(
+        code=f"bundle.{code}",
+        message=visible_line(message, 500),
+        where=visible_line(where, 300),
+        expected=visible_line(expected, 300),
+        next=then,
+    )
 
 
 def read_folder(root: Path, limits: Limits = Limits()) -> tuple[dict[str, bytes], list[Reason]]:

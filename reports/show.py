@@ -13,7 +13,7 @@ from harness.records import GATES, Digest, GateName, Measurement, Missing, Outco
 from reports.content.words import measured
 from reports.load import Loaded, load_bundle
 from reports.patch import read_patch
-from reports.text import visible
+from reports.text import visible_line
 
 __all__ = ["BundleDiff", "BundleView", "GateChange", "GateView", "MetricChange", "ValueChange", "diff", "show"]
 
@@ -218,4 +218,4 @@ def _first(reasons: tuple[Reason, ...]) -> str:
 
 
 def _plain(lines: list[str]) -> str:
-    return "\n".join(visible(line.replace("\n", " ")).rstrip() for line in lines)
+    return "\n".join(visible_line(line).rstrip() for line in lines)

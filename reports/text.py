@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["code_span", "count", "duration", "fixed", "markdown", "quantity", "size", "visible"]
+__all__ = ["code_span", "count", "duration", "fixed", "markdown", "quantity", "size", "visible", "visible_line"]
 
 _KEPT = frozenset("\n")
 _HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -32,16 +32,21 @@ def visible(text: str, limit: int = 4000) -> str:
     return shown if len(text) <= limit else f"{shown}… ({len(text) - limit} more characters)"
 
 
+def visible_line(text: str, limit: int = 4000) -> str:
+    """As `visible`, on one line."""
+    return visible(text, limit).replace("\n", " ⏎ ")
+
+
 def markdown(text: str) -> str:
     """Make a foreign string literal inside a Markdown sentence or cell: one line, no markup, mention or link."""
-    flat = visible(text).replace("\n", " ⏎ ").strip()
+    flat = visible_line(text).strip()
     escaped = _MARKUP.sub(lambda match: "\\" + match.group(), flat)
     return "".join(_ENTITIES.get(char, char) for char in escaped)
 
 
 def code_span(text: str) -> str:
     """Make a foreign string a Markdown code span that its own backticks and pipes cannot leave."""
-    flat = visible(text).replace("\n", " ⏎ ").replace("|", "¦")
+    flat = visible_line(text).replace("|", "¦")
     longest = max((len(run) for run in re.findall(r"`+", flat)), default=0)
     fence = "`" * (longest + 1)
     padding = " " if not flat.strip() or flat[0] in " `" or flat[-1] in " `" else ""

@@ -41,7 +41,7 @@ def kernels_blocks(loaded: Loaded) -> list[Block]:
         key = (str(case["op"]), str(value["tensor"]))
         row = rows.setdefault(key, _Row(set(), str(value["dtype"])))
         row.cases.add(str(case["id"]))
-        allowed = protocol.tolerance(str(value["dtype"]), value["standard"])
+        allowed = protocol.tolerance(str(value["dtype"]), value["standard"], value["rounding"])
         for measure in protocol.MEASURES:
             error = float(value["candidate"][measure])
             share = error / allowed[measure]
@@ -50,8 +50,8 @@ def kernels_blocks(loaded: Loaded) -> list[Block]:
                 row.standard = float(value["standard"][measure])
                 row.where = f"case {case['id']}, {value['tensor']}{value['candidate']['worst']}"
     lead = (
-        "Each row is the worst comparison of its tensor over all secret cases. The tolerance is earned by the standard "
-        "path on the same inputs: its error times a declared factor, plus the rounding of the output's format."
+        "Each row is the worst comparison of its tensor over all secret cases. The tolerance is earned on the same inputs: "
+        "declared factors times the standard path's error and times the definition's own roundings, plus the format's."
     )
     return [Paragraph(lead), _table(rows), *_coverage(cases)]
 

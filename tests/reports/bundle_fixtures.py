@@ -1,0 +1,214 @@
+"""Makes realistic bundles for the tests: evidence folder, artifacts and the record that a pipeline hands over."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import raw_lines
+
+from harness import settings
+from harness.records import (
+    GATES,
+    Candidate,
+    EvidenceClass,
+    GateName,
+    GateResult,
+    Measurement,
+    Missing,
+    Outcome,
+    Reason,
+)
+from harness.store import EvidenceSink
+from k3_backend.aot.manifest import Artifact
+from reports import protocols
+from reports.schema import BundleInput, Command, Commits, Disclosure, Environment, OtherCandidate
+from reports.write import write_bundle
+from verify.protocol.decision import Decision
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = settings.load(ROOT)
+OPS = ("kda_decode", "mla_decode")
+ARCHS = ("x86-64-v3", "x86-64-v4-bf16")
+BASE, HEAD, TREE = "a" * 40, "b" * 40, "c" * 40
+PATCH = b"""diff --git a/k3_backend/schedules/cpu/k3-nano/kda_decode.toml b/k3_backend/schedules/cpu/k3-nano/kda_decode.toml
+index 1111111111111111111111111111111111111111..2222222222222222222222222222222222222222 100644
+--- a/k3_backend/schedules/cpu/k3-nano/kda_decode.toml
++++ b/k3_backend/schedules/cpu/k3-nano/kda_decode.toml
+@@ -1,5 +1,9 @@
+ version = 1
+ [[bucket]]
+-max_rows = 64
+-rows_per_task = 1
++max_rows = 4
++rows_per_task = 1
++unroll = 2
++[[bucket]]
++max_rows = 64
++rows_per_task = 4
+ unroll = 4
+"""
+STATIC: tuple[GateName, ...] = ("scope", "audit")
+
+
+def implementation(gate: GateName, protocol_id: str) -> ModuleType | SimpleNamespace:
+    """Stands in for `reports.protocols.implementation`: the project's own decision functions where they exist."""
+    stand_in = raw_lines.STAND_INS.get(gate)
+    if stand_in is None:
+        return REAL(gate, protocol_id)
+    if protocol_id != stand_in.PROTOCOL_ID:
+        raise protocols.UnknownProtocolError(
+            f"decided by protocol {protocol_id}; this checkout has {stand_in.PROTOCOL_ID}"
+        )
+    return stand_in
+
+
+REAL = protocols.implementation
+
+
+def make_bundle(folder: Path, *, changes: dict[str, Any] | None = None, **evidence: Any) -> Path:
+    """Evidence, artifacts and bundle below a folder; returns the bundle."""
+    artifacts = make_artifacts(folder / "artifacts")
+    make_evidence(folder / "candidate", artifacts, **evidence)
+    context = make_input(artifacts, **(changes or {}))
+    return write_bundle(folder / "candidate", folder / "out", context, environment=environment(), artifacts=artifacts)
+
+
+def make_evidence(
+    folder: Path,
+    artifacts: list[Artifact],
+    *,
+    lines: dict[GateName, list[dict[str, Any]]] | None = None,
+    not_evaluated: GateName | None = None,
+) -> None:
+    """Fill an evidence folder as a verification does; gates after a failed one do not run."""
+    folder.mkdir(parents=True)
+    (folder / "candidate.patch").write_bytes(PATCH)
+    sink = EvidenceSink(folder)
+    recorded = raw_lines.all_passing(SETTINGS, {f"{a.op}/{a.arch}": a.digest for a in artifacts}, BASE, HEAD) | (
+        lines or {}
+    )
+    for gate in GATES:
+        if gate == not_evaluated:
+            save_not_evaluated(sink, gate)
+        elif save_gate(sink, gate, recorded[gate]).outcome is Outcome.FAILED:
+            break
+
+
+def save_gate(sink: EvidenceSink, gate: GateName, lines: list[dict[str, Any]]) -> GateResult:
+    """Append raw lines, decide, and store the result as a gate does."""
+    sink.append_block(gate, lines)
+    header = next(line for line in lines if line["kind"] == "header")
+    decision: Decision = implementation(gate, header["protocol"]).decide(lines)
+    outcome = Outcome(decision.outcome)
+    kind = EvidenceClass.STATIC if gate in STATIC else EvidenceClass.HARDWARE
+    result = GateResult(
+        gate=gate,
+        protocol_id=header["protocol"],
+        outcome=outcome,
+        evidence_class=None if outcome is Outcome.NOT_EVALUATED else kind,
+        reasons=tuple(Reason(**asdict(finding)) for finding in decision.findings),
+        metrics={n: Missing(**m) if "missing" in m else Measurement(**m) for n, m in decision.metrics.items()},
+        evidence=(sink.ref(gate),),
+        detail=DETAILS.get(gate, {}),
+        seconds=12.5,
+    )
+    sink.save_gate(result)
+    return result
+
+
+def save_not_evaluated(sink: EvidenceSink, gate: GateName) -> None:
+    """Store a gate that ended in an exception."""
+    protocol = f"{gate}/1"
+    line = {"kind": "error", "gate": gate, "protocol": protocol, "type": "RuntimeError", "message": "no sandbox"}
+    sink.append(f"{gate}_error", line)
+    reason = Reason(
+        code=f"{gate}.environment",
+        message="bubblewrap is not installed",
+        where="PATH",
+        expected="bwrap",
+        next="make setup",
+    )
+    evidence = (sink.ref(f"{gate}_error"),)
+    sink.save_gate(
+        GateResult(
+            gate=gate,
+            protocol_id=protocol,
+            outcome=Outcome.NOT_EVALUATED,
+            reasons=(reason,),
+            evidence=evidence,
+            seconds=0.1,
+        )
+    )
+
+
+def make_artifacts(folder: Path) -> list[Artifact]:
+    """Artifact folders as the builder leaves them."""
+    artifacts = []
+    for op in OPS:
+        for arch in ARCHS:
+            path = folder / op / arch
+            path.mkdir(parents=True)
+            data = b"\x7fELF" + hashlib.sha256(f"{op}{arch}".encode()).digest() * 50
+            (path / f"{op}.so").write_bytes(data)
+            artifact = Artifact(
+                op=op, arch=arch, geometry="k3-nano", device="cpu", abi=1, path=path, inputs_digest="d" * 64,
+                files={f"{op}.so": hashlib.sha256(data).hexdigest()}, toolchain={"g++": "g++ 12.2.0"},
+            )  # fmt: skip
+            artifact.write()
+            artifacts.append(artifact)
+    return artifacts
+
+
+def environment() -> Environment:
+    """A machine without a compiler, so that a missing value is on the page."""
+    return Environment(
+        cpu_model="Example CPU @ 2.0 GHz", cpu_flags_sha256="e" * 64, cpu_features=("avx2", "avx512f"), cores=2,
+        memory_bytes=8 << 30, kernel="Linux 6.1.0 x86_64", python="CPython 3.11.7",
+        compiler=Missing(missing="g++ is not installed"), packages={"numpy": "2.4.6", "torch": "2.13.0"},
+        container=("cgroup cpu.max 200000 100000",), load_average=(0.5, 0.25, 0.125),
+    )  # fmt: skip
+
+
+DETAILS: dict[str, dict[str, Any]] = {
+    "path": {"ledger": {"kda_decode": {"specialized": 336, "standard": 0}}, "watermark_noticed": True},
+    "evals": {"arms": [{"arm": "standard", "score": 0.914}, {"arm": "specialized", "score": 0.912}], "samples": 64},
+}
+
+
+def make_input(artifacts: list[Artifact], **changes: Any) -> BundleInput:
+    """What a pipeline hands over, with some values changed."""
+    candidate = Candidate(
+        base=BASE, head=HEAD, tree=TREE, patch_sha256=hashlib.sha256(PATCH).hexdigest(), origin="tuner",
+        artifacts={f"{a.op}/{a.arch}": a.digest for a in artifacts},
+    )  # fmt: skip
+    slower = OtherCandidate(
+        name="001-111111111111", origin="tuner", note="rows_per_task=2 in every bucket", head="1" * 40,
+        outcome="rejected", reason="slower in 3 cells", ratio=Measurement(value=0.93, unit="x", low=0.91, high=0.95),
+    )  # fmt: skip
+    beaten = OtherCandidate(
+        name="002-222222222222", origin="tuner", note="unroll=8 below 4 rows", head="2" * 40, outcome="beaten",
+        reason="003 was faster", ratio=Missing(missing="screened only"),
+    )  # fmt: skip
+    again = ("fasttrack", "verify", "--candidate", HEAD[:12], "--target", "cpu", "--tier", "pr")
+    values: dict[str, Any] = {
+        "run": "20260101T120000Z-0badcafe",
+        "name": "003-bbbbbbbbbbbb",
+        "task": "cpu-kda-decode",
+        "candidate": candidate,
+        "target": SETTINGS.target("cpu"),
+        "tier": SETTINGS.tier("pr"),
+        "scope": SETTINGS.scope,
+        "commits": Commits(base=BASE, head=HEAD, evaluator=BASE, evaluator_dirty=False),
+        "disclosure": Disclosure(proposer="search", statement="A search over declared tunables; no language model."),
+        "commands": (Command(purpose="Verify this candidate again", argv=again),),
+        "limits": ("Measured on one machine with 2 cores.", "Weights are seeded, not trained."),
+        "others": (slower, beaten),
+        "candidates_planned": 20,
+        "finished": "2026-01-01T12:05:00Z",
+        "seconds": 287.0,
+    }
+    return BundleInput(**(values | changes))

@@ -10,7 +10,7 @@ from agents.task import Task, load_task, task_files
 from harness.errors import FasttrackError
 from harness.git import Repository
 from harness.settings import Settings
-from harness.settings import load as load_settings
+from verify.targets import load as load_settings
 
 __all__ = ["Workspace"]
 

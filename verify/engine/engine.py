@@ -159,11 +159,9 @@ class Engine:
 
     def _drafts(self, running: Running) -> list[int]:
         forced = running.request.forced
-        if forced:
-            # Teacher-forced tokens are certain: as drafts they exercise the verify path without changing the text.
-            certain = list(forced[len(running.tokens) : len(running.tokens) + self.config.drafts])
-            return certain + [running.all_tokens[-1]] * (self.config.drafts - len(certain))
-        return draft(running.all_tokens, self.config.drafts)
+        # Teacher-forced tokens are certain: as drafts they exercise the verify path without changing the text.
+        certain = list(forced[len(running.tokens) : len(running.tokens) + self.config.drafts])
+        return certain + draft([*running.all_tokens, *certain], self.config.drafts - len(certain))
 
     def _batch(self, scheduled: list[tuple[Running, list[int]]]) -> Batch:
         columns = 1 + self.config.drafts
@@ -211,17 +209,22 @@ class Engine:
 
     def _choose(self, running: Running, logits: Tensor) -> FinishReason | None:
         """Append the next token of a request; why it ends, if it does."""
-        params, forced = running.request.params, running.request.forced
+        request = running.request
         index = len(running.tokens)
-        choice = choose(logits, params, len(running.request.prompt) + index, forced[index] if forced else None)
+        forced = request.forced[index] if index < len(request.forced) else None
+        choice = choose(logits, request.params, len(request.prompt) + index, forced)
         if choice is None:
             return "nonfinite"
         running.tokens.append(choice.token)
         running.logprobs.append(choice.logprob)
         running.margins.append(choice.margin)
-        if choice.token in params.stop_ids and not forced:
+        if choice.token in request.params.stop_ids and forced is None:
             return "stop"
-        return "length" if len(running.tokens) == params.max_tokens else None
+        if len(running.tokens) < request.params.max_tokens:
+            return None
+        if request.record_distribution:
+            running.distribution = tuple(logits.log_softmax(dim=0).tolist())
+        return "length"
 
     def _retire(self, running: Running, finish: FinishReason) -> Completion:
         self.running.remove(running)

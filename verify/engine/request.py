@@ -37,22 +37,24 @@ class SamplingParams:
 class Request:
     """One generation.
 
-    `forced` makes it teacher-forced: these tokens are fed through the decode path one by one and their log
-    probabilities recorded; sampling parameters then only bound the length.
+    The first `len(forced)` generated tokens are given instead of chosen (teacher forcing): they go through the decode
+    path like any other and their log probabilities are recorded.
     """
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     forced: tuple[int, ...] = ()
+    record_distribution: bool = False
+    """Also return the log probabilities of all tokens at the last generated position."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError(f"request {self.id}: the prompt is empty; expected at least one token")
-        if self.forced and len(self.forced) != self.params.max_tokens:
+        if len(self.forced) > self.params.max_tokens:
             raise ValueError(
-                f"request {self.id}: {len(self.forced)} forced tokens, "
-                f"max_tokens {self.params.max_tokens}; expected equal"
+                f"request {self.id}: {len(self.forced)} forced tokens; "
+                f"expected at most max_tokens {self.params.max_tokens}"
             )
 
 
@@ -67,6 +69,8 @@ class Completion:
     margins: tuple[float, ...]
     """Logit of the best token minus the second best, at each token: how close the choice was to a tie."""
     finish: FinishReason
+    distribution: tuple[float, ...] = ()
+    """Log probabilities of all tokens at the last position, if asked for."""
     drafted: int = 0
     """Draft tokens that were verified."""
     accepted: int = 0
@@ -88,6 +92,7 @@ class Running:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
+    distribution: tuple[float, ...] = ()
     drafted: int = 0
     agreed: int = 0
 
@@ -109,6 +114,7 @@ class Running:
             logprobs=tuple(self.logprobs),
             margins=tuple(self.margins),
             finish=finish,
+            distribution=self.distribution,
             drafted=self.drafted,
             accepted=self.agreed,
         )

@@ -1,0 +1,138 @@
+"""Evals gate: does the candidate's whole path give the same texts the same probabilities as the standard path?
+
+On the untrained nano model it compares next-token and recall log probabilities of both arms, paired by sample, through
+decode steps in batches. `verify.protocol.evals` decides by non-inferiority. It cannot see loss of skill: the model has
+none; that needs a trained checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from harness.records import EvidenceClass, GateResult
+from verify.context import GateContext
+from verify.evals.suites import SCORED_TOKENS, SUITES, forced_text, own_text_asks, recall_asks
+from verify.evaluator.arms import candidate_arm, missing_arms, standard_arm
+from verify.evaluator.engine import Answer, Ask, EngineArm
+from verify.evaluator.worker import ArmSpec, Worker, WorkerFailure
+from verify.gates.common import gate_guard, to_result
+from verify.protocol import evals as protocol
+
+__all__ = ["PROTOCOL_ID", "run"]
+
+PROTOCOL_ID = "evals/1"
+GATE: Final = "evals"
+THREADS = 2
+BATCH = 16
+REPEAT_BATCH = 5
+"""Batch of the standard arm's second run: another composition, so that the A/A difference holds batching noise."""
+
+Answers = Mapping[str, Answer]
+
+
+class _ArmFailedError(Exception):
+    """An arm's worker died; the line about it is written."""
+
+
+@gate_guard(GATE, PROTOCOL_ID)
+def run(ctx: GateContext) -> GateResult:
+    """Score both arms on the same texts and decide."""
+    started = time.monotonic()
+    blocked = missing_arms(GATE, ctx)
+    if blocked is not None:
+        return to_result(GATE, PROTOCOL_ID, blocked, EvidenceClass.HARDWARE, [], time.monotonic() - started)
+    seed, samples = int.from_bytes(os.urandom(8)), ctx.tier.eval_samples
+    contexts = ctx.target.contexts
+    header = {
+        "kind": "header", "gate": GATE, "protocol": PROTOCOL_ID, "geometry": ctx.target.geometry, "seed": str(seed),
+        "suites": list(SUITES), "samples": samples, "scored_tokens": SCORED_TOKENS,
+        "margin_nats": protocol.MARGIN_NATS, "alpha": protocol.ALPHA,
+        "arms": {"candidate": dict(ctx.candidate.artifacts)},
+    }  # fmt: skip
+    ctx.evidence.append(GATE, header)
+    try:
+        asks, standard, repeat = _standard(ctx, seed, samples, (contexts[0] // 2, contexts[0]))
+        candidate = _score(ctx, "candidate", candidate_arm(ctx), asks, BATCH)
+    except _ArmFailedError:
+        pass
+    else:
+        for ask in asks:
+            ctx.evidence.append(GATE, _line(ask, standard[ask.id], repeat[ask.id], candidate[ask.id]))
+    ctx.evidence.append(GATE, {"kind": "end"})
+    decision = protocol.decide(ctx.evidence.lines(GATE))
+    return to_result(
+        GATE, PROTOCOL_ID, decision, EvidenceClass.HARDWARE, [ctx.evidence.ref(GATE)], time.monotonic() - started
+    )
+
+
+def _standard(
+    ctx: GateContext, seed: int, samples: int, contexts: tuple[int, int]
+) -> tuple[list[Ask], Answers, Answers]:
+    """Let the standard arm write the texts, then score it on them twice."""
+    ctx.progress("evals: standard arm")
+    seeds = np.random.SeedSequence(seed).generate_state(len(SUITES))
+    recall = [
+        recall_asks(suite, int(s), samples, context)
+        for suite, s, context in zip(SUITES[1:], seeds[1:], contexts, strict=True)
+    ]
+    try:
+        with _worker(ctx, standard_arm()) as worker:
+            arm = EngineArm(worker, ctx.target.geometry, specialized=False)
+            writing = own_text_asks(int(seeds[0]), samples)
+            written = _generate(arm, writing, BATCH)
+            texts = [forced_text(ask, written[ask.id]) for ask in writing]
+            asks = [*texts, *(ask for group in recall for ask in group)]
+            return asks, _generate(arm, asks, BATCH), _generate(arm, asks, REPEAT_BATCH)
+    except (WorkerFailure, ValueError) as failure:
+        raise _failed(ctx, "standard", failure) from failure
+
+
+def _score(ctx: GateContext, name: str, spec: ArmSpec, asks: Sequence[Ask], batch: int) -> Answers:
+    ctx.progress(f"evals: {name} arm")
+    try:
+        with _worker(ctx, spec) as worker:
+            return _generate(EngineArm(worker, ctx.target.geometry, specialized=True), asks, batch)
+    except (WorkerFailure, ValueError) as failure:
+        raise _failed(ctx, name, failure) from failure
+
+
+def _failed(ctx: GateContext, name: str, failure: Exception) -> _ArmFailedError:
+    record = failure.record() if isinstance(failure, WorkerFailure) else {}
+    ctx.evidence.append(GATE, {"kind": "failure", "arm": name, "message": str(failure), "record": record})
+    return _ArmFailedError(name)
+
+
+def _worker(ctx: GateContext, spec: ArmSpec) -> AbstractContextManager[Worker]:
+    return Worker.start(
+        spec, base_tree=ctx.base_tree, run_dir=ctx.run_dir / "logs", threads=THREADS, buffer_bytes=1 << 16
+    )
+
+
+def _generate(arm: EngineArm, asks: Sequence[Ask], batch: int) -> Answers:
+    longest = max(len(ask.prompt) + ask.max_tokens for ask in asks)
+    arm.open(tokens=longest, max_requests=batch, max_step_tokens=1024)
+    return arm.run([replace(ask, arrives=0) for ask in asks]).answers
+
+
+def _line(ask: Ask, standard: Answer, repeat: Answer, candidate: Answer) -> dict[str, object]:
+    arms = {"standard": standard, "repeat": repeat, "candidate": candidate}
+    classes = {name: "ok" if answer.finish == "length" else answer.finish for name, answer in arms.items()}
+    scores = {name: float(np.mean(a.logprobs)) if classes[name] == "ok" else None for name, a in arms.items()}
+    pairs = list(zip(standard.logprobs, candidate.logprobs, strict=False))
+    return {
+        "kind": "sample",
+        "suite": ask.id.rpartition("-")[0],
+        "id": ask.id,
+        "tokens": len(ask.forced),
+        "prompt_tokens": len(ask.prompt),
+        "classes": classes,
+        "agreement": float(np.mean([abs(a - b) < 0.05 for a, b in pairs])) if pairs else None,
+        **scores,
+    }

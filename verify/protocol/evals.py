@@ -21,7 +21,9 @@ from scipy import special
 from verify.protocol.decision import Decision, Finding, Line
 from verify.protocol.lines import incomplete, last_attempt, of_kind
 
-__all__ = ["ALPHA", "MARGIN_NATS", "MAX_ERROR_RATE", "decide", "mean_bounds"]
+__all__ = ["ALPHA", "MARGIN_NATS", "MAX_ERROR_RATE", "PROTOCOL_ID", "decide", "mean_bounds"]
+
+PROTOCOL_ID = "evals/1"
 
 MARGIN_NATS = 0.01
 """Largest mean loss per token that non-inferiority allows: one percent of perplexity."""
@@ -60,6 +62,8 @@ def decide(lines: Sequence[Line]) -> Decision:
         return Decision(
             "failed", [_finding("worker", str(f["arm"]), str(f["message"]), "no failure") for f in failures]
         )
+    if (header["margin_nats"], header["alpha"]) != (MARGIN_NATS, ALPHA):
+        return incomplete("evals", f"margin and level of the header are not those of protocol {PROTOCOL_ID}")
     margin, suites = float(header["margin_nats"]), list(header["suites"])
     metrics: dict[str, dict[str, object]] = {}
     outcomes: list[str] = []

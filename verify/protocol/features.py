@@ -20,7 +20,9 @@ from scipy import special
 from verify.protocol.decision import Decision, Finding, Line
 from verify.protocol.lines import incomplete, last_attempt, of_kind
 
-__all__ = ["CHECKS", "FACTOR", "FLOOR_NATS", "MIN_P", "chi_square_p", "decide"]
+__all__ = ["CHECKS", "FACTOR", "FLOOR_NATS", "MIN_P", "PROTOCOL_ID", "chi_square_p", "decide"]
+
+PROTOCOL_ID = "features/1"
 
 FACTOR = 4.0
 """Times the standard arm's own difference between the same two modes."""

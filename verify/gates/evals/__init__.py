@@ -27,7 +27,7 @@ from verify.protocol import evals as protocol
 
 __all__ = ["PROTOCOL_ID", "run"]
 
-PROTOCOL_ID = "evals/1"
+PROTOCOL_ID = protocol.PROTOCOL_ID
 GATE: Final = "evals"
 THREADS = 2
 BATCH = 16

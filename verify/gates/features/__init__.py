@@ -23,7 +23,7 @@ from verify.protocol import features as protocol
 
 __all__ = ["PROTOCOL_ID", "run"]
 
-PROTOCOL_ID = "features/1"
+PROTOCOL_ID = protocol.PROTOCOL_ID
 GATE: Final = "features"
 
 SAMPLES_PER_EVAL_SAMPLE = 16

@@ -51,11 +51,11 @@ Item item_at(const Call& c, int64_t i, int64_t partition) {
   return partition == kByHead ? Item{i % c.B, i / c.B} : Item{i / H, i % H};
 }
 
-// The state an item starts from, or null if its request has none.
+// The state an item starts from, or null if its request is null.
 float* source(const Call& c, Item item) {
-  const int32_t accepted = c.accepted[item.b];
-  if (accepted < 1 || accepted > c.T) return nullptr;  // `check` lets only padding through
-  const int32_t slot = c.slots[item.b * c.T + accepted - 1];
+  const int32_t* slots = c.slots + item.b * c.T;
+  if (slots[0] <= 0) return nullptr;  // before `accepted` is used: padding may hold anything there
+  const int32_t slot = slots[c.accepted[item.b] - 1];
   return slot > 0 ? c.state + (slot * int64_t(H) + item.h) * K * K : nullptr;
 }
 
@@ -251,19 +251,12 @@ void by_row(const K3Context* ctx, const Call& c, Sweep sweep, int32_t threads, i
   });
 }
 
-// Nothing may be read through an id that the pool does not have. A request whose slots are all null is padding.
+// Nothing may be read or written through an id that the pool does not have.
 const char* check(const Call& c, int64_t S) {
-  for (int64_t b = 0; b < c.B; ++b) {
-    const int32_t* slots = c.slots + b * c.T;
-    bool padding = true;
-    for (int64_t t = 0; t < c.T; ++t) {
-      if (slots[t] >= S) return "slots: id beyond the state pool";
-      padding = padding && slots[t] <= 0;
-    }
-    if (padding) continue;
-    if (c.accepted[b] < 1 || c.accepted[b] > c.T) return "accepted: must lie in [1, T]";
-    if (slots[c.accepted[b] - 1] > 0 && slots[0] <= 0) return "slots: a live request has no slot for its conv state";
-  }
+  for (int64_t i = 0; i < c.B * c.T; ++i)
+    if (c.slots[i] >= S) return "slots: id beyond the state pool";
+  for (int64_t b = 0; b < c.B; ++b)
+    if (c.slots[b * c.T] > 0 && (c.accepted[b] < 1 || c.accepted[b] > c.T)) return "accepted: must lie in [1, T]";
   return nullptr;
 }
 

@@ -1,4 +1,4 @@
-"""`fasttrack bundle verify|show|diff` and `fasttrack report`: evidence, checked and read. Trusts nothing in a bundle."""
+"""`fasttrack bundle verify|show|diff` and `fasttrack report`: evidence, checked and read. A bundle is never trusted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(bundle: Folder, json: Json = False) -> None:
-    """Re-hash every file and recompute outcomes and verdict from the raw data. Exit code: 0 verified, 1 refused, 3 partly."""
+    """Re-hash every file, recompute outcomes and verdict from raw data. Exit code: 0 verified, 1 refused, 3 partly."""
     out = Output(json)
     check = reports.verify_bundle(_existing(bundle))
     _print(check, out)

@@ -171,18 +171,14 @@ def _finish(workspace: Workspace, store: RunStore, task: Task, path: Path, out: 
 def _baseline(workspace: Workspace, store: RunStore, task: Task, commit: str, out: Output) -> Baseline:
     if task.baseline.kind == "head":
         return Baseline(commit, "kernels and schedules as committed")
-    return tuned_baseline(
-        task, workspace.settings.target(task.target), workspace.repo, commit, workspace.cache, store.path, out.say
-    )
+    return tuned_baseline(task, workspace.settings, workspace.repo, commit, workspace.cache, store.path, out.say)
 
 
 def _proposer(workspace: Workspace, store: RunStore, task: Task, path: Path, commit: str, out: Output) -> Proposer:
     if task.search.agent == "replay":
         folder = (workspace.root / path).parent
         return Replay(tuple(folder / patch for patch in task.search.patches))
-    return tuner_for(
-        task, workspace.settings.target(task.target), workspace.repo, commit, workspace.cache, store.path, out.say
-    )
+    return tuner_for(task, workspace.settings, workspace.repo, commit, workspace.cache, store.path, out.say)
 
 
 def _bundle(workspace: Workspace, store: RunStore, task: Task, result: RunResult) -> Path | None:

@@ -51,6 +51,7 @@ _AREAS = {
     "op": "verify.workers.op_methods",
     "step": "verify.workers.step_methods",
     "engine": "verify.workers.engine_methods",
+    "tune": "verify.workers.tune_methods",
 }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from verify.workers.main import Method, Session
 from verify.workers.shared import View
 
-__all__ = ["METHODS"]
+__all__ = ["METHODS", "as_tensor"]
 
 
 def ping(session: Session, **echo: Any) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def bind(
             return {"refused": f"attribute {attr} = {attrs.get(attr)}; the kernel supports {list(values)}"}
     area = _area(session)
     launches = LaunchList(_pool(session, threads, jitter))
-    launches.add(loaded, {name: _tensor(session, view) for name, view in tensors.items()}, attrs, rows=rows)
+    launches.add(loaded, {name: as_tensor(session, view) for name, view in tensors.items()}, attrs, rows=rows)
     handle = len(area.calls)
     area.calls[handle] = launches
     return {"handle": handle, "tunables": chosen}
@@ -140,7 +140,7 @@ def _pool(session: Session, threads: int, jitter: int | None) -> Any:
     return area.jitters[threads].pool
 
 
-def _tensor(session: Session, view: Mapping[str, Any] | None) -> Any:
+def as_tensor(session: Session, view: Mapping[str, Any] | None) -> Any:
     """A torch tensor over the shared buffer."""
     import torch
 

@@ -178,6 +178,14 @@ class LoadedOp:
         declared = load_declarations(artifact.path / "cpu.toml")
         self.tunables: tuple[Tunable, ...] = declared.tunables
         self.supports: Mapping[str, tuple[int, ...]] = declared.supports
+        """Integer attribute -> values that the kernel implements; others are unrestricted."""
+        attrs = [attr.name for attr in self.spec.attrs if attr.kind == "int"]
+        if unknown := sorted(set(self.supports) - set(attrs)):
+            raise ScheduleError(
+                f"supports.{unknown[0]}: op {artifact.op} has no such integer attribute",
+                where=str(artifact.path / "cpu.toml"), expected=f"one of {', '.join(attrs) or '(none)'}",
+                next=f"see k3_backend/ops/{artifact.op}/interface.py",
+            )  # fmt: skip
         self.schedule: Schedule | None = None
         if schedule_file is not None and schedule_file.exists():
             self.schedule = Schedule.load(schedule_file, op=artifact.op, geometry=geometry.name, tunables=self.tunables)

@@ -72,7 +72,7 @@ struct alignas(64) Pool {
   // Current region; published by the mailboxes' `go`.
   K3Body body = nullptr;
   void* closure = nullptr;
-  int32_t workers = 1;
+  int32_t workers = 1;  // 1 outside regions, so that a barrier of a lone worker never waits
   alignas(64) std::atomic<bool> active{false};  // a replay is in progress
   std::atomic<bool> stop{false};
   alignas(64) std::atomic<int32_t> arrived{0};
@@ -134,12 +134,11 @@ void* helper_main(void* argument) {
 void pool_parallel(const K3Context* ctx, int32_t workers, K3Body body, void* closure) {
   Pool& pool = *static_cast<Pool*>(ctx->pool);
   if (workers > pool.threads) workers = pool.threads;
-  if (workers < 1) workers = 1;
-  pool.workers = workers;
-  if (workers == 1) {
+  if (workers <= 1) {
     body(closure, 0, 1);
     return;
   }
+  pool.workers = workers;
   pool.body = body;
   pool.closure = closure;
   for (int32_t w = 1; w < workers; ++w) {
@@ -153,6 +152,7 @@ void pool_parallel(const K3Context* ctx, int32_t workers, K3Body body, void* clo
     const uint32_t go = box.go.load(std::memory_order_relaxed);
     spin_until([&] { return box.done.load(std::memory_order_acquire) == go; });
   }
+  pool.workers = 1;
 }
 
 void pool_barrier(const K3Context* ctx) {

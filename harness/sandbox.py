@@ -357,14 +357,13 @@ def _binds(ro: tuple[Path, ...], rw: tuple[Path, ...], user: int | None) -> list
             raise FasttrackError(
                 "both read-only and writable", where=str(place), expected="one of them", next="report this as a bug"
             )
-        _give(place, writable, user)
+    present = (*modes, *map(Path, _SYSTEM))
     binds: list[str] = []
     for place in sorted(modes, key=lambda p: len(p.parts)):
+        _give(place, modes[place], user)
         # bubblewrap makes missing parents for its own user only.
         for parent in reversed(place.parents[:-1]):
-            if not any(parent.is_relative_to(outer) for outer in (*modes, *map(Path, _SYSTEM))) and parent != Path(
-                _TMP
-            ):
+            if parent != Path(_TMP) and not any(parent.is_relative_to(outer) for outer in present):
                 binds += ["--perms", "0755", "--dir", str(parent)]
         binds += ["--bind" if modes[place] else "--ro-bind", str(place.resolve()), str(place)]
     return [*binds, "--remount-ro", "/"]

@@ -21,6 +21,7 @@ from harness.records import Cell, Digest, EvidenceClass, GateName, Record
 from harness.toml import At
 
 __all__ = [
+    "FILE_NAME",
     "PROTECTED_ALWAYS", "AuditPolicy", "BuildLimits", "Cost", "Layout", "PerfPolicy", "Prune", "PrunedMatrix",
     "Scope", "ScopeLimits", "Settings", "Target", "Tier", "load",
 ]  # fmt: skip
@@ -38,6 +39,7 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9_.+-]+$")]
 Glob = Annotated[str, Field(min_length=1)]
 T = TypeVar("T")
+FILE_NAME = "harness.toml"
 
 
 def _unique_ascending(values: tuple[int, ...], what: str) -> tuple[int, ...]:
@@ -439,7 +441,7 @@ def load(path: Path) -> Settings:
 def load_with_digest(path: Path) -> LoadedSettings:
     """As `load`, together with the sha256 of the file's bytes."""
     if path.is_dir():
-        path = path / "harness.toml"
+        path = path / FILE_NAME
     document = toml.read(path, path.name)
     settings = toml.validate(Settings, document, next=f"edit {path.name}, then: fasttrack targets")
     return LoadedSettings(settings, hashlib.sha256(path.read_bytes()).hexdigest())

@@ -151,12 +151,19 @@ class RunStore:
         self._totals: dict[str, float] = {}
         self._count = 0
         self._tables: Tables | None = None
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self) -> None:
         for event in self._events.read():
             self._apply(event)
-        if lock_fd is not None:
+        if self._lock_fd is not None:
             for row in self._candidates.values():
                 self._make_folder(row)
-            self._tables = Tables(path / "run.sqlite")
+            self._tables = Tables(self.path / "run.sqlite")
             self._tables.sync(self._count, self.candidates(), self._state, self._totals)
 
     # --- opening ---------------------------------------------------------------------------------------------------

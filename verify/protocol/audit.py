@@ -147,9 +147,12 @@ def judge(facts: Facts, op: str, policy: Mapping[str, Any], where: str, next_ste
 
 def _unread(line: Line, header: Line) -> Finding:
     return Finding(
-        "audit.instructions_unread", f"instruction rules not evaluated: {line['facts']['instructions_missing']}",
-        f"{line['op']}/{line['arch']}", "objdump of GNU binutils 2.38 or newer", f"apt-get install binutils; {header['next']}",
-    )  # fmt: skip
+        "audit.instructions_unread",
+        f"instruction rules not evaluated: {line['facts']['instructions_missing']}",
+        f"{line['op']}/{line['arch']}",
+        "objdump of GNU binutils 2.38 or newer",
+        f"apt-get install binutils; {header['next']}",
+    )
 
 
 def _metrics(objects: Sequence[Line]) -> dict[str, dict[str, object]]:

@@ -23,6 +23,7 @@ from k3_backend.aot.manifest import Artifact as BuiltArtifact
 from reports import derive, load, protocols
 from reports.claims import BundleCheck, CheckWord, Claim, ClaimStatus
 from reports.folder import refusal
+from reports.identity import identity_findings
 from reports.load import Loaded
 from reports.render import FORMATS, render_loaded
 from reports.schema import RENDER_VERSION
@@ -181,7 +182,7 @@ def _gate(loaded: Loaded, gate: GateName, result: GateResult) -> Iterator[Reason
         # An exception or a missing tool ended the gate: there is no complete record, and no number may rest on it.
         yield from _without_record(loaded, gate, result)
         return
-    yield from _identity(loaded, gate, result)
+    yield from identity_findings(loaded, gate, result)
     decision = protocols.redecide(gate, result.protocol_id, loaded.raw[gate])
     if decision.outcome != result.outcome.value:
         expected = f"{decision.outcome}, as its raw lines decide"
@@ -206,27 +207,6 @@ def _without_record(loaded: Loaded, gate: GateName, result: GateResult) -> Itera
 def _error_lines(loaded: Loaded, gate: GateName) -> list[dict[str, Any]] | None:
     data = loaded.files.get(f"raw/{gate}_error.jsonl")
     return None if data is None else canonical.parse_lines(data)
-
-
-def _identity(loaded: Loaded, gate: GateName, result: GateResult) -> Iterator[Reason]:
-    """What the headers of a raw file say about whose measurements these are; a header need not say all of it."""
-    bundle = loaded.bundle
-    expected = {
-        "gate": gate,
-        "protocol": result.protocol_id,
-        "base": bundle.commits.base,
-        "head": bundle.commits.head,
-        "target": bundle.target.name,
-        "tier": bundle.tier.name,
-        "allow": list(bundle.allowed),
-        "editable": list(bundle.scope.editable),
-    }
-    for number, line in enumerate(loaded.raw[gate], start=1):
-        if line.get("kind") == "header":
-            for key, value in expected.items():
-                if key in line and line[key] != value:
-                    where = f"raw/{gate}.jsonl:{number}"
-                    yield refusal("identity", f"its header names another {key}", where, f"{key} {value}")
 
 
 def _metrics(decision: Decision, result: GateResult, where: str) -> Iterator[Reason]:

@@ -11,6 +11,7 @@ from typing import Any
 from harness import canonical
 from harness.records import GateName
 from harness.settings import Settings
+from verify.protocol import evals, features
 from verify.protocol.decision import Decision, Finding
 
 Lines = list[dict[str, Any]]
@@ -28,13 +29,13 @@ def all_passing(settings: Settings, artifacts: dict[str, str], base: str, head: 
     """
     return {
         "scope": scope_lines(settings, base, head),
-        "build": build_lines(artifacts),
-        "audit": generic_lines("audit"),
-        "kernels": kernels_lines(),
-        "path": generic_lines("path"),
-        "features": generic_lines("features"),
-        "evals": generic_lines("evals"),
-        "perf": perf_lines(settings),
+        "build": build_lines(artifacts, base, head),
+        "audit": audit_lines(settings, artifacts),
+        "kernels": kernels_lines(artifacts),
+        "path": generic_lines("path", artifacts),
+        "features": features_lines(artifacts),
+        "evals": evals_lines(artifacts),
+        "perf": perf_lines(settings, artifacts),
     }
 
 
@@ -53,12 +54,12 @@ def scope_lines(settings: Settings, base: str, head: str, path: str = SCHEDULE) 
     return [header, change, {"kind": "end", "changes": 1}]
 
 
-def build_lines(artifacts: dict[str, str]) -> Lines:
+def build_lines(artifacts: dict[str, str], base: str, head: str) -> Lines:
     """Every unit built twice."""
     names = [name.split("/") for name in artifacts]
     ops, archs = sorted({op for op, _ in names}), sorted({arch for _, arch in names})
     header = {
-        "kind": "header", "gate": "build", "protocol": "build/1", "ops": ops, "base_ops": ops, "archs": archs,
+        "kind": "header", "gate": "build", "protocol": "build/1", "base": base, "head": head, "ops": ops, "base_ops": ops, "archs": archs,
         "next": "fasttrack verify --gates build",
     }  # fmt: skip
     units = [
@@ -68,10 +69,30 @@ def build_lines(artifacts: dict[str, str]) -> Lines:
     return [header, *units]
 
 
-def kernels_lines(factor: float = 1.1) -> Lines:
-    """Four cases of two ops, with errors of `factor` times the standard path's."""
+def audit_lines(settings: Settings, artifacts: dict[str, str]) -> Lines:
+    """Facts of harmless objects."""
+    objects = [dict(zip(("op", "arch"), name.split("/"), strict=True), digest=d) for name, d in artifacts.items()]
+    header = {
+        "kind": "header", "gate": "audit", "protocol": "audit-cpu/1", "objects": objects,
+        "policy": settings.audit["cpu"].model_dump(mode="json"), "next": "fasttrack verify --gates audit",
+    }  # fmt: skip
+    facts: dict[str, Any] = {
+        "malformed": None, "undefined": ["expf"], "needed": ["libm.so.6"], "load_time_entries": {}, "ifuncs": [],
+        "unique": [], "textrel": False, "relocations": {"R_X86_64_JUMP_SLOT": 1}, "stack_flags": "RW", "segments": [],
+        "writable_bytes": 0, "writable_objects": [], "tls_bytes": 0, "sections": [".text"], "search_paths": [],
+        "dynamic_tags": ["DT_NULL"], "instructions": {}, "segment_accesses": 0, "code_bytes": 900,
+    }  # fmt: skip
+    lines = [
+        {"kind": "object", **entry, "facts": facts | {"exported": [f"__tvm_ffi_{entry['op']}"]}} for entry in objects
+    ]
+    return [header, *lines]
+
+
+def kernels_lines(artifacts: dict[str, str], factor: float = 1.1) -> Lines:
+    """Eight cases of one op, with errors of `factor` times the standard path's, and one that is refused."""
     cases: Lines = []
-    for op, tensor, dtype in (("kda_decode", "output", "bf16"), ("kda_decode", "state", "f32")):
+    clean = {"kind": "case", "op": "kda_decode", "failure": None, "refused": None, "skipped": None}
+    for tensor, dtype in (("output", "bf16"), ("state", "f32")):
         for index in range(4):
             standard = {"element": 2e-3 * (index + 1), "mean": 1e-3, "row_l2": 1.5e-3}
             candidate = {key: factor * value for key, value in standard.items()}
@@ -80,30 +101,64 @@ def kernels_lines(factor: float = 1.1) -> Lines:
                 "rounding": {"element": 1e-3, "mean": 1e-4, "row_l2": 1e-4},
                 "candidate": candidate | {"nonfinite": 0, "nonzero": 0, "elements": 512, "worst": [index, 7]},
             }  # fmt: skip
-            cases.append(
-                {"kind": "case", "id": f"{op}-{tensor}-{index}", "op": op, "seed": 77 + index, "values": [value]}
-            )
-    cases.append(
-        {"kind": "case", "id": "kda_decode-wide", "op": "kda_decode", "seed": 5, "refused": "tokens 8 above 4"}
-    )
+            cases.append(clean | {"id": f"kda_decode-{tensor}-{index}", "seed": 77 + index, "values": [value]})
+    cases.append(clean | {"id": "kda_decode-wide", "seed": 5, "refused": "tokens 8 above 4"})
+    digests = {name.split("/")[0]: digest for name, digest in artifacts.items()}
     header = {
-        "kind": "header", "gate": "kernels", "protocol": "kernels/1", "ops": ["kda_decode"],
+        "kind": "header", "gate": "kernels", "protocol": "kernels/1", "ops": ["kda_decode"], "artifacts": digests,
         "planned": [case["id"] for case in cases], "command": "fasttrack verify --gates kernels",
     }  # fmt: skip
-    return [header, *cases]
+    receipts = {op: {"digest": digest, "mapped": "m" * 8, "object": "m" * 8} for op, digest in digests.items()}
+    return [header, {"kind": "load", "failure": None, "receipts": receipts}, *cases]
 
 
-def generic_lines(gate: str, bad: int | None = None) -> Lines:
+def features_lines(artifacts: dict[str, str]) -> Lines:
+    """Both arms agree with themselves in every mode."""
+    header = {
+        "kind": "header", "gate": "features", "protocol": "features/1", "seed": "7", "checks": list(features.CHECKS),
+        "arms": {"candidate": artifacts},
+    }  # fmt: skip
+    rule = {"what": "finished requests", "seen": 8, "expected": 8}
+    lines: Lines = [header]
+    for arm in ("standard", "candidate"):
+        for check in features.CHECKS:
+            seen: dict[str, Any] = {"difference_nats": 0.011, "positions": 96, "exact": [rule]}
+            if check == "sampling":
+                seen = {"probabilities": [0.5, 0.3, 0.2], "counts": [505, 295, 200], "exact": [rule]}
+            lines.append({"kind": "check", "check": check, "arm": arm, **seen})
+    return [*lines, {"kind": "end"}]
+
+
+def evals_lines(artifacts: dict[str, str]) -> Lines:
+    """Two suites of 64 pairs whose arms differ by noise."""
+    draw = random.Random(3)
+    suites = ["own_text", "recall_128"]
+    header = {
+        "kind": "header", "gate": "evals", "protocol": "evals/1", "suites": suites, "samples": 64,
+        "margin_nats": evals.MARGIN_NATS, "alpha": evals.ALPHA, "arms": {"candidate": artifacts},
+    }  # fmt: skip
+    lines: Lines = [header]
+    for suite in suites:
+        for index in range(64):
+            score = draw.gauss(-2.0, 0.3)
+            line = {"kind": "sample", "suite": suite, "id": f"{suite}-{index}", "agreement": 0.98, "standard": score}
+            line |= {"repeat": score + draw.gauss(0, 1e-3), "candidate": score + draw.gauss(0, 1e-3)}
+            lines.append(line | {"classes": dict.fromkeys(("standard", "repeat", "candidate"), "ok")})
+    return [*lines, {"kind": "end"}]
+
+
+def generic_lines(gate: str, artifacts: dict[str, str], bad: int | None = None) -> Lines:
     """Twelve checks, one of them bad if asked for."""
-    header = {"kind": "header", "gate": gate, "protocol": f"{gate}/1"}
+    header = {"kind": "header", "gate": gate, "protocol": f"{gate}/1", "arms": {"candidate": artifacts}}
     checks = [{"kind": "check", "what": f"case {i}", "where": f"place {i}", "ok": i != bad} for i in range(12)]
     return [header, *checks, {"kind": "end", "lines": len(checks) + 2}]
 
 
-def perf_lines(settings: Settings, *, gain: float = 0.25, seed: int = 1) -> Lines:
+def perf_lines(settings: Settings, artifacts: dict[str, str], *, gain: float = 0.25, seed: int = 1) -> Lines:
     """Eight blocks of three arms over the cells of the pr tier."""
     draw = random.Random(seed)
-    lines: Lines = [{"kind": "header", "gate": "perf", "protocol": "perf/1", "blocks": 8}]
+    header = {"kind": "header", "gate": "perf", "protocol": "perf/1", "blocks": 8, "arms": {"candidate": artifacts}}
+    lines: Lines = [header]
     for block in range(8):
         for cell in settings.target("cpu").cells(settings.tier("pr")):
             base = 900.0 * math.sqrt(cell.batch) * (1 + (cell.context or 0) / 8192)
@@ -175,5 +230,5 @@ STAND_INS: dict[str, SimpleNamespace] = {
     gate: SimpleNamespace(
         PROTOCOL_ID=f"{gate}/1", decide=decide_perf if gate == "perf" else decide_generic, summarise=summarise_perf
     )
-    for gate in ("audit", "path", "features", "evals", "perf")
+    for gate in ("path", "perf")
 }

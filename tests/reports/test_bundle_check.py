@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import bundle_fixtures as fixtures
@@ -14,6 +15,9 @@ from forger import copy_of
 import reports
 from harness.records import VerdictWord
 from reports import CheckWord, ClaimStatus
+
+WRONG_NUMBERS = partial(raw_lines.kernels_lines, factor=50.0)
+SLOWER = partial(raw_lines.perf_lines, fixtures.SETTINGS, gain=-0.08)
 
 
 def test_a_written_bundle_verifies_and_its_verdict_is_recomputed(accepted: Path) -> None:
@@ -30,8 +34,8 @@ def test_a_written_bundle_verifies_and_its_verdict_is_recomputed(accepted: Path)
 @pytest.mark.parametrize(
     ("evidence", "word"),
     [
-        ({"lines": {"kernels": raw_lines.kernels_lines(5.0)}}, VerdictWord.REJECT),
-        ({"lines": {"perf": raw_lines.perf_lines(fixtures.SETTINGS, gain=-0.08)}}, VerdictWord.REJECT),
+        ({"lines": {"kernels": WRONG_NUMBERS}}, VerdictWord.REJECT),
+        ({"lines": {"perf": SLOWER}}, VerdictWord.REJECT),
         ({"not_evaluated": "features"}, VerdictWord.INCOMPLETE),
     ],
 )

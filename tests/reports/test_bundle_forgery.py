@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def test_the_forger_changes_nothing_by_itself(accepted: Path, tmp_path: Path) ->
 @pytest.fixture(scope="module")
 def rejected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle whose kernels gate failed."""
-    return fixtures.make_bundle(tmp_path_factory.mktemp("rejected"), lines={"kernels": raw_lines.kernels_lines(5.0)})
+    return fixtures.make_bundle(
+        tmp_path_factory.mktemp("rejected"), lines={"kernels": partial(raw_lines.kernels_lines, factor=50.0)}
+    )
 
 
 def test_a_failed_gate_cannot_be_declared_passed(rejected: Path, tmp_path: Path) -> None:
@@ -92,7 +95,7 @@ def headless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("spoil", [drop, duplicate, cut, headless])
-@pytest.mark.parametrize("gate", ["scope", "build", "audit", "kernels", "perf"])
+@pytest.mark.parametrize("gate", ["scope", "build", "audit", "kernels", "features", "evals", "perf"])
 def test_dropped_and_repeated_raw_lines_are_refused(
     accepted: Path, tmp_path: Path, gate: str, spoil: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 ) -> None:
@@ -153,7 +156,7 @@ def test_artifacts_are_those_that_were_built_and_listed(accepted: Path, tmp_path
     assert codes(forger.publish(tmp_path / "a")) == {"bundle.digest"}
     forger = Forger(accepted)
     forger.edit("bundle.json", lambda b: b["candidate"]["artifacts"].update({"kda_decode/x86-64-v3": "0" * 64}))
-    assert codes(forger.publish(tmp_path / "b")) == {"bundle.artifacts"}
+    assert codes(forger.publish(tmp_path / "b")) == {"bundle.artifacts", "bundle.identity"}
     forger = Forger(accepted)
     manifest = "artifacts/kda_decode/x86-64-v3/manifest.json"
     forger.files[manifest] = forger.files[manifest].replace(b"x86-64-v3", b"x86-64-v2")

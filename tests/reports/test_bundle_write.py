@@ -158,7 +158,7 @@ def test_numbers_are_kept_at_full_precision(accepted: Path) -> None:
     """Three digits are too coarse for a gain of a few per cent."""
     result = reports.load_bundle(accepted).results["perf"]
     metric = result.metrics["worst_ratio_best"]
-    lines = raw_lines.perf_lines(fixtures.SETTINGS)
+    lines = raw_lines.perf_lines(fixtures.SETTINGS, {})
     decided = raw_lines.decide_perf(lines).metrics["worst_ratio_best"]["value"]
     assert isinstance(metric, Measurement)
     assert not isinstance(metric, Missing)

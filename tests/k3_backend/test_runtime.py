@@ -134,7 +134,7 @@ def test_parallel_runs_every_worker_once(kernel: LoadedOp, pool: Pool, asked: in
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_barrier_orders_memory(kernel: LoadedOp, pool: Pool, workers: int) -> None:
-    """A worker passes a barrier before another one's writes are visible, or a lone one waits for an earlier region's."""
+    """A worker passes a barrier too early, or a lone one waits for workers of an earlier region."""
     tensors = _tensors()
     kernel(pool, tensors, ATTRS, rows=4, tunables={"workers": 3, "mode": 0})
     kernel(pool, tensors, ATTRS, rows=4, tunables={"workers": workers, "mode": 4})

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import tvm_ffi  # noqa: F401 - loads libtvm_ffi globally, which kernel objects resolve against
 
 from k3_backend.aot.compile import ABI_VERSION
 from k3_backend.aot.cpu.binding import TENSOR_ALIGNMENT, BindError, CallArguments, check_attrs, check_tensors
@@ -391,6 +390,16 @@ def _require(artifact: Artifact, *, op: str, geometry: str) -> None:
 
 
 def _open(artifact: Artifact) -> ctypes.CDLL:
+    """Load an object; the first call also loads libtvm_ffi globally, which kernel objects resolve against."""
+    try:
+        import tvm_ffi  # noqa: F401 - planning and the standard path work without it
+    except ImportError as error:
+        raise ArtifactError(
+            f"apache-tvm-ffi is not installed ({error})",
+            where=str(artifact.object_path),
+            expected="the library that CPU kernels report errors through",
+            next="pip install 'k3-backend[cpu]'",
+        ) from error
     try:
         return ctypes.CDLL(str(artifact.object_path), mode=os.RTLD_NOW | os.RTLD_LOCAL, use_errno=True)
     except OSError as error:

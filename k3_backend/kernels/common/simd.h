@@ -79,8 +79,17 @@ K3_INLINE void store_n(bf16* p, vf x, int n) { _mm256_mask_storeu_epi16(p, first
 
 K3_INLINE vb load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
 K3_INLINE vb load_pairs_n(const bf16* p, int n) { return _mm512_maskz_loadu_epi16(__mmask32((1ull << n) - 1), p); }
+K3_INLINE vb broadcast_pair(const bf16* p) {
+  int pair;
+  memcpy(&pair, p, 4);
+  return _mm512_set1_epi32(pair);
+}
 K3_INLINE vf even(vb x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 K3_INLINE vf odd(vb x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xffff0000u)))); }
+// bf16(a) in the low and bf16(b) in the high half of each lane.
+K3_INLINE vb pair(vf a, vf b) {
+  return _mm512_or_si512(_mm512_cvtepu16_epi32(narrow(a)), _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(b)), 16));
+}
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
@@ -154,8 +163,17 @@ K3_INLINE vb load_pairs_n(const bf16* p, int n) {
   memcpy(&h, p, size_t(n) * 2);
   return h;
 }
+K3_INLINE vb broadcast_pair(const bf16* p) {
+  int pair;
+  memcpy(&pair, p, 4);
+  return _mm256_set1_epi32(pair);
+}
 K3_INLINE vf even(vb x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
 K3_INLINE vf odd(vb x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(int(0xffff0000u)))); }
+// bf16(a) in the low and bf16(b) in the high half of each lane.
+K3_INLINE vb pair(vf a, vf b) {
+  return _mm256_or_si256(_mm256_cvtepu16_epi32(narrow(a)), _mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow(b)), 16));
+}
 
 #else
 #error "CPU kernels need AVX2 and FMA (x86-64-v3) or AVX-512"
@@ -224,5 +242,19 @@ K3_INLINE vf tanh(vf x) {
   const vf t = expm1_upto88(min(set1(20.0f), abs(x + x)));
   return copy_sign(t / (t + set1(2.0f)), x);
 }
+
+// SiTU: f(g, u) = beta tanh(g / beta) sigmoid(g) lin tanh(u / lin), or without the last bound if linear_beta <= 0. The two
+// tanh share one division.
+struct Situ {
+  float beta, linear_beta;
+
+  K3_INLINE vf operator()(vf g, vf u) const {
+    const vf t = expm1_upto88(min(set1(20.0f), abs(g) * set1(2.0f / beta)));
+    const vf gated = sigmoid(g) * copy_sign(t * set1(beta), g);
+    if (linear_beta <= 0.0f) return gated * u / (t + set1(2.0f));
+    const vf v = expm1_upto88(min(set1(20.0f), abs(u) * set1(2.0f / linear_beta)));
+    return gated * copy_sign(v * set1(linear_beta), u) / ((t + set1(2.0f)) * (v + set1(2.0f)));
+  }
+};
 
 }  // namespace k3

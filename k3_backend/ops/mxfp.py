@@ -8,6 +8,7 @@ Source of the formats: OCP Microscaling Formats (MX) Specification 1.0. The scal
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -91,6 +92,7 @@ def quantise_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:
     return code[..., 0::2] | (code[..., 1::2] << 4), scale.to(torch.uint8)
 
 
+@lru_cache(maxsize=8)
 def _pair_table(dtype: torch.dtype) -> Tensor:
     """[256, 2]: the two elements of every packed byte, low nibble first."""
     values = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=dtype)

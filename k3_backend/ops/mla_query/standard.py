@@ -1,0 +1,47 @@
+"""MLA query path and cache insert as stock serving runs it, in eager torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3_backend.ops.eager import holds_for_all, linear, rms_norm
+from k3_backend.ops.maths import Attributes, Tensors, need
+
+__all__ = ["standard"]
+
+
+def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
+    """Writes kv_cache rows in place, returns query [M, H, ROW] bf16.
+
+    Args:
+        t: tensors of the op's interface.
+        a: eps.
+    """
+    proj, cache, w_uk_t = need(t, "proj"), need(t, "kv_cache"), need(t, "w_uk_t")
+    q_lora, kv_lora, row = need(t, "q_norm").shape[0], need(t, "kv_norm").shape[0], cache.shape[-1]
+    heads, nope, _ = w_uk_t.shape
+    rows = proj.shape[0]
+
+    c = rms_norm(proj[:, :q_lora], need(t, "q_norm"), a["eps"])
+    q = linear(c, need(t, "w_qb")).view(rows, heads, -1)
+    query = torch.empty(rows, heads, row, dtype=torch.bfloat16, device=proj.device)
+    query[..., :kv_lora] = torch.bmm(q[..., :nope].transpose(0, 1), w_uk_t).transpose(0, 1)
+    query[..., kv_lora:] = q[..., nope:]
+
+    latent = rms_norm(proj[:, q_lora : q_lora + kv_lora], need(t, "kv_norm"), a["eps"])
+    new = torch.cat([latent, proj[:, q_lora + kv_lora : q_lora + row]], -1)
+    _insert(cache.view(-1, row), need(t, "slot_mapping"), new)
+    return {"query": query}
+
+
+def _insert(flat: Tensor, target: Tensor, new: Tensor) -> None:
+    """flat[target] = new where target >= 0."""
+    written = target >= 0
+    if not holds_for_all(written):
+        # Rows without a target repeat the write of one that has a target, or rewrite row 0 with what it holds.
+        some = written.to(torch.int32).argmax()
+        stand_in = torch.where(written[some], new[some], flat[0])
+        new = torch.where(written.unsqueeze(1), new, stand_in)
+        target = torch.where(written, target, target[some].clamp(min=0))
+    flat.index_copy_(0, target, new)

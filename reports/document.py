@@ -122,7 +122,8 @@ class Details:
 
     summary: Content
     blocks: Sequence[Block]
-    open: bool = False
+    paper: bool = True
+    """Whether paper shows it opened; long per-cell detail stays on the screen."""
 
 
 Block = Paragraph | Items | Facts | Table | Matrix | Chart | Commands | Details

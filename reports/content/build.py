@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from harness.records import GATES, Outcome, VerdictWord
 from reports.content.gates import gate_section
 from reports.content.glossary import glossary_section
+from reports.content.model import evals_blocks, features_blocks
 from reports.content.numerics import kernels_blocks
 from reports.content.perf import interval, perf_blocks, ratio
 from reports.content.perf_cells import PerfView, perf_view
@@ -167,7 +168,12 @@ def _gates(loaded: Loaded) -> list[tuple[str, Word, str, bool]]:
 
 
 def _sections(loaded: Loaded, patch: Patch, view: PerfView | None) -> list[Section]:
-    extra = {"perf": perf_blocks(view) if view is not None else [], "kernels": kernels_blocks(loaded)}
+    extra = {
+        "perf": perf_blocks(view) if view is not None else [],
+        "kernels": kernels_blocks(loaded),
+        "features": features_blocks(loaded),
+        "evals": evals_blocks(loaded),
+    }
     gates = {gate: gate_section(gate, loaded, extra.get(gate, ())) for gate in GATES}
     return [
         change_section(loaded, patch),

@@ -51,7 +51,7 @@ def kernels_blocks(loaded: Loaded) -> list[Block]:
                 row.where = f"case {case['id']}, {value['tensor']}{value['candidate']['worst']}"
     lead = (
         "Each row is the worst comparison of its tensor over all secret cases. The tolerance is earned on the same "
-        "inputs: declared factors times the standard path's error and the definition's own roundings, plus the format's."
+        "inputs: declared factors times the standard path's error and the definition's own roundings, plus a floor."
     )
     return [Paragraph(lead), _table(rows), *_coverage(cases)]
 

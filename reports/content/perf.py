@@ -50,7 +50,9 @@ def perf_blocks(view: PerfView) -> list[Block]:
                 blocks.append(chart)
     blocks.append(Paragraph(view.note))
     blocks += [_controls(view)] if view.controls else []
-    blocks.append(Details("Every cell with its blocks", [_cell_details(cell, view) for cell in view.cells]))
+    blocks.append(
+        Details("Every cell with its blocks", [_cell_details(cell, view) for cell in view.cells], paper=False)
+    )
     return blocks
 
 
@@ -134,4 +136,4 @@ def _cell_details(cell: CellResult, view: PerfView) -> Details:
             blocks.append(Chart(title, charts.strip_chart(comparison.blocks, label=f"{title}, {cell.cell.key}"), data))
     if cell.notes:
         blocks.append(Paragraph("; ".join(cell.notes)))
-    return Details(tuple(summary), blocks or (Paragraph("No block of this cell was measured."),))
+    return Details(tuple(summary), blocks or (Paragraph("No block of this cell was measured."),), paper=False)

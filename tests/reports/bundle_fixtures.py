@@ -35,10 +35,10 @@ SETTINGS = settings.load(ROOT)
 OPS = ("kda_decode", "mla_decode")
 ARCHS = ("x86-64-v3", "x86-64-v4-bf16")
 BASE, HEAD, TREE = "a" * 40, "b" * 40, "c" * 40
-PATCH = b"""diff --git a/k3_backend/schedules/cpu/k3-nano/kda_decode.toml b/k3_backend/schedules/cpu/k3-nano/kda_decode.toml
+PATCH = """diff --git a/{path} b/{path}
 index 1111111111111111111111111111111111111111..2222222222222222222222222222222222222222 100644
---- a/k3_backend/schedules/cpu/k3-nano/kda_decode.toml
-+++ b/k3_backend/schedules/cpu/k3-nano/kda_decode.toml
+--- a/{path}
++++ b/{path}
 @@ -1,5 +1,9 @@
  version = 1
  [[bucket]]
@@ -51,7 +51,7 @@ index 1111111111111111111111111111111111111111..22222222222222222222222222222222
 +max_rows = 64
 +rows_per_task = 4
  unroll = 4
-"""
+""".replace("{path}", raw_lines.SCHEDULE).encode()
 STATIC: tuple[GateName, ...] = ("scope", "audit")
 
 
@@ -61,9 +61,7 @@ def implementation(gate: GateName, protocol_id: str) -> ModuleType | SimpleNames
     if stand_in is None:
         return REAL(gate, protocol_id)
     if protocol_id != stand_in.PROTOCOL_ID:
-        raise protocols.UnknownProtocolError(
-            f"decided by protocol {protocol_id}; this checkout has {stand_in.PROTOCOL_ID}"
-        )
+        raise protocols.UnknownProtocolError(f"decided by {protocol_id}; this checkout has {stand_in.PROTOCOL_ID}")
     return stand_in
 
 
@@ -74,6 +72,8 @@ def make_bundle(folder: Path, *, changes: dict[str, Any] | None = None, **eviden
     """Evidence, artifacts and bundle below a folder; returns the bundle."""
     artifacts = make_artifacts(folder / "artifacts")
     make_evidence(folder / "candidate", artifacts, **evidence)
+    if not (folder / "candidate/gates/build.json").exists():
+        artifacts = []
     context = make_input(artifacts, **(changes or {}))
     return write_bundle(folder / "candidate", folder / "out", context, environment=environment(), artifacts=artifacts)
 

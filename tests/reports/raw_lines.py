@@ -49,7 +49,8 @@ def scope_lines(settings: Settings, base: str, head: str, path: str = SCHEDULE) 
     }  # fmt: skip
     change = {
         "kind": "change", "path": path, "status": "M", "old_mode": "100644", "new_mode": "100644", "allowed": False,
-        "editable": scope.is_editable(path), "band": "schedules", "bytes": 120, "unsafe": None, "added": 6, "removed": 2,
+        "editable": scope.is_editable(path), "band": "schedules", "bytes": 120, "unsafe": None, "added": 6,
+        "removed": 2,
     }  # fmt: skip
     return [header, change, {"kind": "end", "changes": 1}]
 
@@ -59,13 +60,15 @@ def build_lines(artifacts: dict[str, str], base: str, head: str) -> Lines:
     names = [name.split("/") for name in artifacts]
     ops, archs = sorted({op for op, _ in names}), sorted({arch for _, arch in names})
     header = {
-        "kind": "header", "gate": "build", "protocol": "build/1", "base": base, "head": head, "ops": ops, "base_ops": ops, "archs": archs,
+        "kind": "header", "gate": "build", "protocol": "build/1", "base": base, "head": head, "ops": ops,
+        "base_ops": ops, "archs": archs,
         "next": "fasttrack verify --gates build",
     }  # fmt: skip
+    size = {"object_bytes": 1604, "seconds": [3.5, 3.25], "changed": True}
     units = [
-        {"kind": "unit", "op": op, "arch": arch, "changed": True, "digests": [digest, digest], "object_bytes": 1604, "seconds": [3.5, 3.25]}
+        {"kind": "unit", "op": op, "arch": arch, "digests": [digest, digest], **size}
         for (op, arch), digest in zip(names, artifacts.values(), strict=True)
-    ]  # fmt: skip
+    ]
     return [header, *units]
 
 

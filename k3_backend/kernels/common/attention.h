@@ -75,6 +75,8 @@ K3_INLINE void load_columns4(const float* p, vf (&column)[4]) {
 #endif
 }
 
+K3_INLINE vf exp2(vf x) { return exp(x * set1(0.693147181f)); }
+
 K3_INLINE void prefetch_lines(const void* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch((const char*)p + i, 0, 3);
 }

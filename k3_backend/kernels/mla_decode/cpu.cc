@@ -18,6 +18,7 @@ using namespace k3;
 constexpr int H = K3_HEADS, ROW = K3_MLA_ROW, KL = K3_KV_LORA;
 constexpr int kMaxTile = 64;
 constexpr int kRowsInFlight = 4;
+constexpr int kLine = kCacheLine / sizeof(bf16);
 constexpr int kAccumulators = kLanes == 16 ? 16 : 8;  // of 32 and 16 vector registers
 constexpr int kQueryRow = (ROW + kPairs - 1) / kPairs * kPairs;  // a split query, padded with zeros
 static_assert(KL % kPairs == 0, "the loops over values have no tails");
@@ -75,9 +76,10 @@ struct Accumulator {
 int64_t accumulator_floats(int64_t Q) { return (Q * (KL + 2) + 15) / 16 * 16; }
 Accumulator accumulator(float* at, int64_t Q) { return {at, at + Q * KL, at + Q * (KL + 1)}; }
 
-// Scores of N queries against `count` rows; rows[] is readable up to the next multiple of kRowsInFlight.
-template <int N>
-void scores(const float* queries, const bf16* const* rows, int64_t count, float* s) {
+// Scores of N queries against `count` rows; both row lists are readable up to the next multiple of kRowsInFlight. Requests
+// the front of the rows `ahead`, `add_values` their rest, so that the memory is asked evenly while both compute.
+template <int N, bool kAhead>
+void scores(const float* queries, const bf16* const* rows, const bf16* const* ahead, int64_t count, float* s) {
   for (int64_t r = 0; r < count; r += kRowsInFlight) {
     vf acc[N][kRowsInFlight];
     for (int n = 0; n < N; ++n)
@@ -90,6 +92,7 @@ void scores(const float* queries, const bf16* const* rows, int64_t count, float*
       }
       for (int i = 0; i < kRowsInFlight; ++i) {
         const vb x = load_row(rows[r + i] + d);
+        if (kAhead && d < ROW - KL / 2 && d % kLine == 0) __builtin_prefetch(ahead[r + i] + d, 0, 2);
         const vf x_even = even(x), x_odd = odd(x);
         for (int n = 0; n < N; ++n) acc[n][i] = fma(q_odd[n], x_odd, fma(q_even[n], x_even, acc[n][i]));
       }
@@ -120,8 +123,8 @@ float weights(float* s, int64_t count, float* running_max, float* running_sum) {
 }
 
 // values[n] = keep[n] * values[n] + sum over `count` rows of p[n][r] * row
-template <int N>
-void add_values(const bf16* const* rows, int64_t count, const float* p, const float* keep, float* values) {
+template <int N, bool kAhead>
+void add_values(const bf16* const* rows, const bf16* const* ahead, int64_t count, const float* p, const float* keep, float* values) {
   constexpr int kPart = kAccumulators / (2 * N) < KL / kPairs ? kAccumulators / (2 * N) : KL / kPairs;
   static_assert(KL / kPairs % kPart == 0, "columns go in equal parts");
   for (int d = 0; d < KL; d += kPart * kPairs) {
@@ -130,6 +133,7 @@ void add_values(const bf16* const* rows, int64_t count, const float* p, const fl
       for (int i = 0; i < 2 * kPart; ++i) acc[n][i] = set1(keep[n]) * load(values + n * KL + d + i * kLanes);
     for (int64_t r = 0; r < count; ++r) {
       for (int i = 0; i < kPart; ++i) {
+        if (kAhead && (d + i * kPairs) % (2 * kLine) == 0) __builtin_prefetch(ahead[r] + ROW - KL / 2 + (d + i * kPairs) / 2, 0, 2);
         const vb x = load_pairs(rows[r] + d + i * kPairs);
         const vf x_even = even(x), x_odd = odd(x);
         for (int n = 0; n < N; ++n) {
@@ -169,24 +173,26 @@ void split_queries(const Call& c, int64_t b, float* queries) {
 void attend(const Call& c, Chunk chunk, const float* queries, float* s, Accumulator acc) {
   memset(acc.values, 0, c.Q * KL * sizeof(float));
   for (int64_t q = 0; q < c.Q; ++q) acc.max[q] = -INFINITY, acc.sum[q] = 0.0f;
-  Cursor cursor(c, chunk.b, chunk.begin);
-  const int64_t lead = chunk.end - chunk.begin < c.prefetch ? chunk.end - chunk.begin : c.prefetch;
-  Cursor ahead(c, chunk.b, chunk.begin + lead);
+  Cursor cursor(c, chunk.b, chunk.begin), cursor_ahead(c, chunk.b, chunk.begin);
+  for (int64_t r = 0; r < c.prefetch * c.tile && chunk.begin + r < chunk.end; ++r) cursor_ahead.next();
   const int64_t everyone = visible(c, chunk.b, 0);  // the first token sees least
   const bf16* rows[kMaxTile];
+  const bf16* ahead[kMaxTile];
   float keep[kMaxTile];
   for (int64_t at = chunk.begin; at < chunk.end; at += c.tile) {
     const int64_t count = chunk.end - at < c.tile ? chunk.end - at : c.tile;
     for (int64_t r = 0; r < count; ++r) {
       rows[r] = cursor.next();
-      if (c.prefetch && at + lead + r < chunk.end) prefetch_lines(ahead.next(), ROW * sizeof(bf16));
+      ahead[r] = at + c.prefetch * c.tile + r < chunk.end ? cursor_ahead.next() : rows[r];
     }
-    for (int64_t r = count; r % kRowsInFlight; ++r) rows[r] = rows[count - 1];
-    blocks_of_queries(c.Q, [&]<int N>(int64_t q) { scores<N>(queries + q * kQueryRow, rows, count, s + q * kMaxTile); });
+    for (int64_t r = count; r % kRowsInFlight; ++r) rows[r] = ahead[r] = rows[count - 1];
+    blocks_of_queries(c.Q, [&]<int N>(int64_t q) {
+      (q == 0 && c.prefetch ? scores<N, true> : scores<N, false>)(queries + q * kQueryRow, rows, ahead, count, s + q * kMaxTile);
+    });
     if (at + count <= everyone) {
       blocks_of_queries(c.Q, [&]<int N>(int64_t q) {
         for (int n = 0; n < N; ++n) keep[n] = weights(s + (q + n) * kMaxTile, count, acc.max + q + n, acc.sum + q + n);
-        add_values<N>(rows, count, s + q * kMaxTile, keep, acc.values + q * KL);
+        (q == 0 && c.prefetch ? add_values<N, true> : add_values<N, false>)(rows, ahead, count, s + q * kMaxTile, keep, acc.values + q * KL);
       });
       continue;
     }
@@ -196,7 +202,7 @@ void attend(const Call& c, Chunk chunk, const float* queries, float* s, Accumula
       if (seen <= 0) continue;
       const int64_t mine = seen < count ? seen : count;
       keep[0] = weights(s + q * kMaxTile, mine, acc.max + q, acc.sum + q);
-      add_values<1>(rows, mine, s + q * kMaxTile, keep, acc.values + q * KL);
+      add_values<1, false>(rows, ahead, mine, s + q * kMaxTile, keep, acc.values + q * KL);
     }
   }
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,20 @@ class Shared:
     """Counts every finished launch."""
 
 
+class _Window(NamedTuple):
+    """Views of the static buffers that one size of batch fills or reads."""
+
+    slots: Tensor
+    accepted: Tensor
+    seq_lens: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    prefix: Tensor
+    padding: Tensor
+    """Prefix rows behind the batch."""
+    hidden: Tensor
+
+
 class Capture:
     """The specialised step for one captured shape.
 
@@ -87,6 +102,7 @@ class Capture:
         }
         self._filled = 0
         """Requests of the last batch; rows behind it are null already."""
+        self._windows: dict[tuple[int, int], _Window] = {}
         self.launches = LaunchList(shared.pool)
         tensors = {**self._buffers, **self._metadata, **state.tensors()}
         for site in program:
@@ -113,27 +129,45 @@ class Capture:
         Raises:
             LaunchError: a kernel failed; state that earlier launches of this step wrote stays written.
         """
-        self.load(batch)
+        window = self._load(batch)
         self.launches.replay()
-        return self._buffers["hidden"][: batch.rows]
+        return window.hidden
 
-    def load(self, batch: Batch) -> None:
+    def _load(self, batch: Batch) -> _Window:
         """Copy a batch into the static buffers and make the rows behind it null."""
-        requests, rows = batch.requests, batch.rows
-        if requests < self._filled:
-            self._clear(requests)
-        self._filled = requests
-        meta = self._metadata
-        meta["slots"][:requests] = batch.slots
-        meta["accepted"][:requests] = batch.accepted
-        meta["seq_lens"][:requests] = batch.seq_lens
-        meta["slot_mapping"][:rows] = batch.slot_mapping
+        if batch.requests < self._filled:
+            self._clear(batch.requests)
+        self._filled = batch.requests
+        window = self._window(batch.requests, batch.block_table.shape[1])
+        window.slots.copy_(batch.slots)
+        window.accepted.copy_(batch.accepted)
+        window.seq_lens.copy_(batch.seq_lens)
+        window.slot_mapping.copy_(batch.slot_mapping)
         # Columns behind the batch's own keep old page ids: positions there lie beyond every seq_len.
-        meta["block_table"][:requests, : batch.block_table.shape[1]] = batch.block_table
-        prefix = self._buffers["prefix"]
-        torch.index_select(self._embed, 0, batch.token_ids, out=prefix[:rows])
-        # A null request's prefix would grow from step to step, since nothing ever restarts it from an embedding.
-        prefix[rows:] = 0
+        window.block_table.copy_(batch.block_table)
+        torch.index_select(self._embed, 0, batch.token_ids, out=window.prefix)
+        if batch.requests < self.requests:
+            # A null request's prefix would grow from step to step, since nothing ever restarts it from an embedding.
+            window.padding.zero_()
+        return window
+
+    def _window(self, requests: int, pages: int) -> _Window:
+        """Views for a batch of this size, made once: slicing anew would cost as much as the copies themselves."""
+        key = (requests, pages)
+        if key not in self._windows:
+            rows = requests * self.tokens
+            meta, prefix = self._metadata, self._buffers["prefix"]
+            self._windows[key] = _Window(
+                slots=meta["slots"][:requests],
+                accepted=meta["accepted"][:requests],
+                seq_lens=meta["seq_lens"][:requests],
+                slot_mapping=meta["slot_mapping"][:rows],
+                block_table=meta["block_table"][:requests, :pages],
+                prefix=prefix[:rows],
+                padding=prefix[rows:],
+                hidden=self._buffers["hidden"][:rows],
+            )
+        return self._windows[key]
 
     def _clear(self, first: int) -> None:
         """Make requests first.. null."""

@@ -65,6 +65,11 @@ class DecodeBackend:
         """The pools that steps work on."""
         return self._planner.state
 
+    @property
+    def pool(self) -> Pool | None:
+        """Workers of the specialised path; None before its first step."""
+        return self._pool
+
     def plan(self, batch: Batch) -> Step | Refusal:
         """Which path a batch takes, without running it."""
         return self._planner.plan(batch)

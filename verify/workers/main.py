@@ -49,6 +49,7 @@ Method = Callable[..., dict[str, Any]]
 
 _AREAS = {
     "op": "verify.workers.op_methods",
+    "path": "verify.workers.path_methods",
     "step": "verify.workers.step_methods",
     "engine": "verify.workers.engine_methods",
     "tune": "verify.workers.tune_methods",

@@ -55,9 +55,11 @@ def mla_query_masks(tensors: Tensors, attrs: Attrs) -> Masks:
 
 
 def mla_decode(d: Draw) -> Inputs:
-    """`ragged`: lengths 0, T, and around page borders; `peaked`: one key takes nearly all weight; `late`: the value
-    signal is in the last positions; `sharded`: one shard of DCP 2, 4 or 8 with interleave 1 or 4, empty shards
-    included; `long`: one request as long as the case's budget allows.
+    """Queries and a paged cache by class.
+
+    `ragged`: lengths 0, T, and around page borders; `peaked`: one key, often the newest, takes nearly all weight;
+    `late`: the value signal is in the last positions; `sharded`: one shard of DCP 2, 4 or 8 with interleave 1 or 4,
+    empty shards included; `long`: one request as long as the case's budget allows.
     """
     g, batch, tokens = d.geometry, d.case.batch, d.case.tokens
     page = d.fixed.choose(16, 32, 64)
@@ -120,7 +122,7 @@ def _lengths(d: Draw, page: int) -> list[int]:
     batch, tokens = d.case.batch, d.case.tokens
     longest = max(tokens, min(2_304, _TOKEN_BUDGET // batch))
     if d.kind == "long":
-        top = max(tokens, min(8_192, _TOKEN_BUDGET - batch * 32))
+        top = max(tokens, 8_192 if batch <= 8 else 2_048)
         lens = [min(top, tokens + d.fixed.integer(0, 31)) for _ in range(batch)]
         lens[d.fixed.integer(0, batch - 1)] = top - d.fixed.integer(0, 3)
         return [max(tokens, n) for n in lens]
@@ -143,10 +145,10 @@ def _local_length(length: int, rank: int, size: int, interleave: int) -> int:
 def _shape_keys(d: Draw, cache: Tensor, query: Tensor, pages: list[int], count: int) -> None:
     """Give one request's cached rows the structure of the case's class, in place (f32 cache and query)."""
     page, tokens = cache.shape[1], d.case.tokens
-    where = d.integer(0, count - 1)
     if d.kind == "peaked":
+        where = count - 1 if d.integer(0, 1) else d.integer(0, count - 1)
         key = cache[pages[where // page], where % page]
-        query += key * 3.0
+        query += key
     elif d.kind == "late":
         for position in range(max(0, count - 3 - tokens)):
             cache[pages[position // page], position % page] *= 0.02

@@ -1,0 +1,234 @@
+"""Decide the path gate from the raw lines of `raw/path.jsonl`.
+
+Decides: whether the specialised kernels really ran, at every site of every claimed decode step, gave the step's result,
+and nothing else did. Evidence: ledger counts against the step's program, refusals, receipts of the mapped objects, the
+distance between specialised and standard steps, and the *watermark*: with one op made deliberately wrong, the kernels
+comparison and the step comparison must both break. Cannot see: speed, or numbers of single ops (kernels gate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from verify.protocol import kernels
+from verify.protocol.decision import Decision, Finding, Line
+
+__all__ = ["FACTORS", "FLOORS", "PROTOCOL_ID", "decide", "step_exceeds", "step_tolerance"]
+
+PROTOCOL_ID = "path/1"
+
+MEASURES = ("median_row_l2", "mean")
+"""Distance of two steps' `hidden` [N, D]: median over rows of the relative l2 distance, and sum |a - b| / sum |b|.
+Both are hardly moved by the rare row whose near-tied experts were chosen differently, which every rounding causes."""
+
+FACTORS: Mapping[str, float] = {"median_row_l2": 3.0, "mean": 3.0}
+"""Allowed distance between specialised and standard step, in distances between standard step and fp64 reference: the
+specialised path may be twice as far from the reference as the standard path (2 + 1)."""
+
+FLOORS: Mapping[str, float] = {"median_row_l2": 2.0**-8, "mean": 2.0**-8}
+"""One bf16 rounding of the result."""
+
+LARGEST_ROW_L2 = 0.5
+"""No row may be further away: another expert in a near-tie moves a row less, another request's row moves it more."""
+
+_FAILURES = {
+    "crash": "the worker lives on",
+    "timeout": "the step ends within its deadline",
+    "protocol": "the worker sends only what trusted code sends",
+    "error": "no exception in the step",
+}
+
+
+def step_tolerance(standard: Mapping[str, Any]) -> dict[str, float]:
+    """Allowed distances of a specialised step from the standard step.
+
+    Args:
+        standard: distances of the standard step from the fp64 reference, `row_l2` (largest row) included.
+    """
+    return {name: FACTORS[name] * float(standard[name]) + FLOORS[name] for name in MEASURES}
+
+
+def step_exceeds(distance: Mapping[str, Any], allowed: Mapping[str, float]) -> list[str]:
+    """What makes a step differ from the standard step: measures above their tolerance, a broken row, a NaN."""
+    wrong = ["nonfinite"] if int(distance["nonfinite"]) > 0 else []
+    wrong += [name for name in MEASURES if not float(distance[name]) <= allowed[name]]
+    return wrong + (["row_l2"] if not float(distance["row_l2"]) <= LARGEST_ROW_L2 else [])
+
+
+def decide(lines: Sequence[Line]) -> Decision:
+    """Outcome of the gate.
+
+    Args:
+        lines: all lines of the raw file: a header, then `load`, `tolerance`, `cell` and `watermark` lines.
+
+    Returns:
+        failed if a step fell back, ran other launches than the program's, differed from the standard step or changed
+        state it does not own, or if a watermark went unseen; not_evaluated if lines are missing or malformed; passed
+        otherwise.
+    """
+    problem = _malformed(lines)
+    if problem is not None:
+        return Decision("not_evaluated", (problem,))
+    header = lines[0]
+    cells, marks = _of_kind(lines, "cell"), _of_kind(lines, "watermark")
+    allowed = step_tolerance(_of_kind(lines, "tolerance")[0]["standard"])
+    findings = [finding for line in lines for finding in _failure(header, line)]
+    findings += [finding for load in _of_kind(lines, "load") for finding in _receipts(header, load)]
+    findings += [finding for cell in cells for finding in _cell(header, cell, allowed)]
+    findings += [finding for mark in marks for finding in _watermark(header, mark, allowed)]
+    metrics = _metrics(cells, marks, allowed)
+    if findings:
+        return Decision("failed", tuple(_grouped(findings)), metrics)
+    left = sorted(set(map(str, header["planned"])) - {str(line["id"]) for line in (*cells, *marks)})
+    if left:
+        return Decision("not_evaluated", (_incomplete(f"{len(left)} planned steps are missing", left[0]),), metrics)
+    return Decision("passed", (), metrics)
+
+
+def _of_kind(lines: Sequence[Line], kind: str) -> list[Line]:
+    return [line for line in lines if line.get("kind") == kind]
+
+
+def _failure(header: Line, line: Line) -> Iterable[Finding]:
+    """A worker that died or raised while this line was measured."""
+    failure = line.get("failure")
+    if failure is not None:
+        code, where = f"path.{failure['failure']}", str(line.get("id", line["kind"]))
+        yield Finding(code, str(failure["message"]), where, _FAILURES[failure["failure"]], str(header["command"]))
+
+
+def _receipts(header: Line, load: Line) -> Iterable[Finding]:
+    for op, digest in header["artifacts"].items():
+        receipt = load["receipts"].get(op)
+        if load["failure"] is None and (
+            receipt is None or receipt["digest"] != digest or receipt["mapped"] != receipt["object"]
+        ):
+            rule = f"the object of artifact {digest} mapped in the worker"
+            yield Finding(
+                "path.wrong_object",
+                f"another or no object of op {op} is mapped",
+                f"op {op}",
+                rule,
+                str(header["command"]),
+            )
+
+
+def _cell(header: Line, cell: Line, allowed: Mapping[str, float]) -> Iterable[Finding]:
+    """Everything that is wrong with the steps of one cell."""
+    if cell["failure"] is not None:
+        return
+    where, again = str(cell["id"]), str(header["command"])
+    specialised = cell["mode"] == "auto"
+    for code, message, place, expected in cell["refusals"] if specialised else ():
+        yield Finding("path.fallback", f"the standard path ran: {code}: {place}: {message}", where, expected, again)
+    if not (specialised and cell["refusals"]):
+        for message in _ledger_differs(header, cell, specialised):
+            kind = "specialised" if specialised else "standard"
+            rule = f"{cell['steps']} launches of the {kind} op at every site, no others"
+            yield Finding("path.ledger", message, where, rule, again)
+    for number, distance in enumerate(cell["distances"]):
+        wrong = step_exceeds(distance, allowed)
+        if wrong:
+            limit = {**allowed, "row_l2": LARGEST_ROW_L2, "nonfinite": 0}[wrong[0]]
+            text = f"step {number} differs from the standard step: {wrong[0]} {distance[wrong[0]]:.3g}"
+            yield Finding("path.step_mismatch", text, where, f"at most {limit:.3g}", again)
+    for pool in cell["changed_pools"]:
+        text = f"the step changed rows of {pool} that belong to no request of the batch"
+        yield Finding(
+            "path.unowned_state_changed", text, where, "slots and cache rows of other requests keep their bits", again
+        )
+
+
+def _ledger_differs(header: Line, cell: Line, specialised: bool) -> Iterable[str]:
+    """Differences between the ledger and what the program must have counted."""
+    ran, idle = ("specialized", "standard") if specialised else ("standard", "specialized")
+    ledger, steps = cell["ledger"], cell["steps"]
+    counted = [(row["layer"], row["op"], row["site"]) for row in ledger["sites"]]
+    if counted != [tuple(site) for site in header["sites"]]:
+        yield "the ledger lists other sites than the step's program"
+        return
+    for row in ledger["sites"]:
+        if row[ran] != steps or row[idle] != 0:
+            place = "final" if row["layer"] is None else f"layer {row['layer']}"
+            yield f"{place} {row['site']}: {row['specialized']} specialised and {row['standard']} standard runs"
+    if ledger["steps"] != {ran: steps, idle: 0}:
+        yield f"steps counted as {dict(ledger['steps'])}"
+    planned = {} if specialised else {"mode.off": steps}
+    if dict(ledger["fallbacks"]) != planned:
+        yield f"fallbacks counted as {dict(ledger['fallbacks'])}, expected {planned}"
+
+
+def _watermark(header: Line, mark: Line, allowed: Mapping[str, float]) -> Iterable[Finding]:
+    """A deliberately wrong op that some comparison did not notice."""
+    if mark["failure"] is not None:
+        return
+    if not any(step_exceeds(distance, allowed) for distance in mark["distances"]):
+        yield Finding(
+            "path.watermark_unseen",
+            f"op {mark['op']} was made deliberately wrong and the step's result stayed within tolerance",
+            str(mark["id"]),
+            "a step comparison that breaks: the judged result comes from this kernel",
+            str(header["command"]),
+        )
+    if not kernels.case_fails(mark["case"]):
+        yield Finding(
+            "path.watermark_unseen",
+            f"op {mark['op']} was made deliberately wrong and the kernels comparison passed",
+            str(mark["id"]),
+            "a kernels comparison that breaks: the compared bytes come from this kernel",
+            str(header["command"]),
+        )
+
+
+def _grouped(findings: Sequence[Finding]) -> Iterable[Finding]:
+    """One finding per code and message, with the number of places where the same was seen."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.code, finding.message), []).append(finding)
+    for group in groups.values():
+        first = group[0]
+        more = f" (in {len(group)} places)" if len(group) > 1 else ""
+        yield Finding(first.code, first.message + more, first.where, first.expected, first.next)
+
+
+def _metrics(cells: Sequence[Line], marks: Sequence[Line], allowed: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    judged = [cell for cell in cells if cell["mode"] == "auto" and cell["failure"] is None]
+    shares = [float(d[name]) / allowed[name] for cell in judged for d in cell["distances"] for name in MEASURES]
+    launches = [row["specialized"] for cell in judged for row in cell["ledger"]["sites"]]
+    fallbacks = [count for cell in judged for count in cell["ledger"]["fallbacks"].values()]
+    return {
+        "cells": {"value": float(len(judged)), "unit": "cells"},
+        "specialised_launches": {"value": float(sum(launches)), "unit": "launches"},
+        "fallbacks": {"value": float(sum(fallbacks)), "unit": "steps"},
+        "watermarks": {"value": float(len(marks)), "unit": "ops"},
+        "worst_share": {"value": max(shares), "unit": "of tolerance"} if shares else {"missing": "no step was judged"},
+    }
+
+
+def _incomplete(message: str, where: str) -> Finding:
+    rule = "one header, one tolerance, at least one load, and every planned step once"
+    return Finding("path.incomplete", message, where, rule, "fasttrack verify --gates path")
+
+
+def _malformed(lines: Sequence[Line]) -> Finding | None:
+    """Why the lines cannot be decided on, or None. Missing steps are judged later: a failure may explain them."""
+    if not lines or lines[0].get("kind") != "header":
+        return _incomplete("no header line", "line 1")
+    header = lines[0]
+    if header.get("protocol") != PROTOCOL_ID:
+        return _incomplete(f"protocol {header.get('protocol')!r}; this decides {PROTOCOL_ID}", "line 1")
+    if not header.get("planned") or not header.get("sites") or not header.get("artifacts"):
+        return _incomplete("no step, site or artifact was planned", "line 1")
+    for number, line in enumerate(lines[1:], start=2):
+        if line.get("kind") not in ("load", "tolerance", "cell", "watermark"):
+            return _incomplete(f"line of kind {line.get('kind')!r}", f"line {number}")
+    if len(_of_kind(lines, "tolerance")) != 1 or not _of_kind(lines, "load"):
+        return _incomplete("no tolerance, more than one, or no load of the objects", "raw/path.jsonl")
+    found = [str(line["id"]) for line in lines if line["kind"] in ("cell", "watermark")]
+    unplanned = set(found) - set(map(str, header["planned"]))
+    if unplanned or len(set(found)) != len(found):
+        return _incomplete(
+            "a step that was not planned, or one that was recorded twice", min(unplanned, default="cells")
+        )
+    return None

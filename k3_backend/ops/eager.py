@@ -6,20 +6,20 @@ What is fastest was measured on 2 cores (`docs/model.md` names the command); not
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 __all__ = ["holds_for_all", "linear", "rms_norm", "situ"]
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
-    """x [M, K] bf16 @ w [N, K]^T -> [M, N] bf16, fp32 accumulation.
+    """Product x [M, K] bf16 @ w [N, K]^T -> [M, N] bf16, fp32 accumulation.
 
-    A single row goes through the matrix-vector product, which skips the packing that F.linear pays for.
+    A single row goes through the matrix-vector product, which skips the packing that functional.linear pays for.
     """
     if x.shape[0] == 1:
         return torch.mv(w, x[0]).unsqueeze(0)
-    return F.linear(x, w)
+    return functional.linear(x, w)
 
 
 def rms_norm(v: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,7 +30,7 @@ def rms_norm(v: Tensor, weight: Tensor, eps: float) -> Tensor:
         weight: [D] bf16.
         eps: epsilon.
     """
-    return F.rms_norm(v.float(), (v.shape[-1],), weight.float(), eps).to(torch.bfloat16)
+    return functional.rms_norm(v.float(), (v.shape[-1],), weight.float(), eps).to(torch.bfloat16)
 
 
 def situ(gate_up: Tensor, beta: float, linear_beta: float) -> Tensor:

@@ -11,6 +11,6 @@ __all__ = ["standard"]
 
 
 def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """out [M, D] from x [M, D], w_gate_up [2 I, D], w_down [D, I], all bf16."""
+    """From x [M, D], w_gate_up [2 I, D], w_down [D, I] to out [M, D], all bf16."""
     hidden = situ(linear(need(t, "x"), need(t, "w_gate_up")), a["beta"], a["linear_beta"])
     return {"out": linear(hidden, need(t, "w_down"))}

@@ -11,5 +11,5 @@ __all__ = ["standard"]
 
 
 def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:  # noqa: ARG001 - every standard has the same signature
-    """out [M, N] = x [M, D] @ w [N, D]^T."""
+    """Returns out [M, N] = x [M, D] @ w [N, D]^T, bf16."""
     return {"out": linear(need(t, "x"), need(t, "w"))}

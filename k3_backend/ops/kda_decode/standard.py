@@ -8,8 +8,8 @@ The parts that do not touch state also serve prefill.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from k3_backend.ops.eager import holds_for_all, linear
 from k3_backend.ops.maths import Attributes, Tensors, need
@@ -79,7 +79,7 @@ def causal_conv(window: Tensor, conv_w: Tensor) -> Tensor:
         y = x[:, :tokens] * taps[0]
         for j in range(1, width):
             y.addcmul_(x[:, j : j + tokens], taps[j])
-    return F.silu(y).to(torch.bfloat16)
+    return functional.silu(y).to(torch.bfloat16)
 
 
 def normalised_qkv(y: Tensor, head_shape: torch.Size, l2_eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +118,7 @@ def gated_norm(t: Tensors, a: Attributes, o: Tensor, rows: Tensor) -> Tensor:
     """
     head_dim = o.shape[-1]
     width = o.shape[-2] * head_dim
-    normed = F.rms_norm(o.to(torch.bfloat16).float(), (head_dim,), need(t, "o_norm").float(), a["eps"])
+    normed = functional.rms_norm(o.to(torch.bfloat16).float(), (head_dim,), need(t, "o_norm").float(), a["eps"])
     gate = rows[..., 3 * width : 4 * width].float().sigmoid_()
     return normed.view_as(gate).mul_(gate).to(torch.bfloat16)
 

@@ -11,7 +11,7 @@ __all__ = ["standard"]
 
 
 def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """out [M, H*V] bf16.
+    """Returns out [M, H*V] bf16.
 
     Args:
         t: partial [shards, M, H, KL] bf16, lse [shards, M, H] f32, proj [M, P] bf16, w_uv [H, V, KL] bf16.

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from k3_backend.ops.eager import linear, rms_norm, situ
 from k3_backend.ops.maths import Attributes, Tensors, need
@@ -37,7 +37,7 @@ class _Experts:
 
 
 def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """out [M, D] bf16.
+    """Returns out [M, D] bf16.
 
     Args:
         t: tensors of the op's interface.
@@ -88,7 +88,7 @@ def _all_experts(z: Tensor, experts: _Experts, weights: Tensor, a: Attributes) -
     hidden = situ(gate_up, a["beta"], a["linear_beta"])
     dense = torch.zeros(rows, experts.count, device=z.device).scatter_(1, experts.ids.long(), weights)
     scaled = (hidden * dense.unsqueeze(2)).to(torch.bfloat16)
-    return F.linear(scaled.view(rows, -1), experts.w2.transpose(0, 1).reshape(latent, -1))
+    return functional.linear(scaled.view(rows, -1), experts.w2.transpose(0, 1).reshape(latent, -1))
 
 
 def _grouped(z: Tensor, experts: _Experts, weights: Tensor, a: Attributes) -> Tensor:
@@ -99,8 +99,8 @@ def _grouped(z: Tensor, experts: _Experts, weights: Tensor, a: Attributes) -> Te
     expert = torch.arange(experts.count, dtype=chosen.dtype, device=chosen.device)
     ends = torch.searchsorted(chosen.index_select(0, order), expert, right=True).int()
     by_expert = z.index_select(0, torch.div(order, k, rounding_mode="floor"))
-    hidden = situ(F.grouped_mm(by_expert, experts.w13.transpose(1, 2), offs=ends), a["beta"], a["linear_beta"])
-    y = F.grouped_mm(hidden, experts.w2.transpose(1, 2), offs=ends)
+    hidden = situ(functional.grouped_mm(by_expert, experts.w13.transpose(1, 2), offs=ends), a["beta"], a["linear_beta"])
+    y = functional.grouped_mm(hidden, experts.w2.transpose(1, 2), offs=ends)
     return _combine(torch.empty_like(y).index_copy_(0, order, y).view(rows, k, -1), weights)
 
 

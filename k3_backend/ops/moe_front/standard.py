@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from k3_backend.ops.eager import linear
 from k3_backend.ops.maths import Attributes, Tensors, need
@@ -13,7 +13,7 @@ __all__ = ["standard"]
 
 
 def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """topk_ids [M, k] i32, topk_weights [M, k] f32, latent [M, L] bf16.
+    """Returns topk_ids [M, k] i32, topk_weights [M, k] f32, latent [M, L] bf16.
 
     The router's logits stay fp32, so its product runs in fp32; products of bf16 values are exact there.
 
@@ -22,7 +22,7 @@ def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
         a: scale, top_k.
     """
     x = need(t, "x")
-    score = F.linear(x.float(), need(t, "w_gate").float()).sigmoid_()
+    score = functional.linear(x.float(), need(t, "w_gate").float()).sigmoid_()
     ids = _top_k(score + need(t, "bias"), int(a["top_k"]))
     chosen = score.gather(1, ids)
     weights = chosen / chosen.sum(1, keepdim=True).add_(1e-20)

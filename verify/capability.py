@@ -1,7 +1,7 @@
 """What this machine can evaluate: for every gate of a target, nothing, or the reason against it and what to do.
 
-It looks at the machine (compiler, sandbox, processor, GPU) and at what this version has (kernels per device), never at a
-candidate. Gates check the same again when they run; this answers before anybody waits for them.
+It looks at the machine (compiler, sandbox, processor, GPU) and at what this version has (kernels per device), never at
+a candidate. Gates check the same again when they run; this answers before anybody waits for them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _obstacle(gate: GateName, target: Target, root: Path) -> Reason | None:
         if gate in _NEEDS_RUN:
             return reason(
                 "device",
-                f"needs {', '.join(target.archs)}; this machine has {seen}, and this version has no {target.device} kernels",
+                f"needs {', '.join(target.archs)}; this machine has {seen}, this version no {target.device} kernels",
                 f"a machine with {', '.join(target.archs)}, and kernels for it",
                 f"there: fasttrack verify --target {target.name} --gates {gate}",
             )

@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(json: Json = False) -> None:
-    """What can be evaluated here. Exit code: 0 if some target can reach accept, 3 if none can, 2 if the checkout is broken."""
+    """What can be evaluated here. Exit code: 0 if some target can reach accept, 3 if none can."""
     out, workspace = Output(json), Workspace.here()
     machine = _machine(workspace)
     out.table("this machine", ("what", "found"), machine.items())
@@ -35,7 +35,7 @@ def doctor(json: Json = False) -> None:
         if not any(found.values()):
             reachable.append(target.name)
         out.table(
-            f"target {target.name}: accept {'can be reached here' if target.name in reachable else 'cannot be reached here'}",
+            f"target {target.name}: accept {'can' if target.name in reachable else 'cannot'} be reached here",
             ("gate", "here", "why not", "next"),
             [
                 (gate, "yes", "", f"fasttrack verify --target {target.name} --gates {gate} --patch FILE")

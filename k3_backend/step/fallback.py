@@ -20,8 +20,6 @@ __all__ = ["run_standard"]
 
 def run_standard(weights: ModelWeights, state: DecodeState, batch: Batch, refusal: Refusal, ledger: Ledger) -> Tensor:
     """Run one step on the standard path: hidden [N, D] bf16, model.norm applied. State is updated in place."""
-    uniform_decode = batch.pure_decode and batch.uniform_tokens is not None
-    forward = standard.decode if uniform_decode else standard.forward
-    hidden = forward(weights, state, batch)
+    hidden = standard.forward(weights, state, batch)
     ledger.count_standard_step(refusal.codes)
     return hidden

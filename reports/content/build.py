@@ -9,6 +9,7 @@ from reports.content.gates import gate_section
 from reports.content.glossary import glossary_section
 from reports.content.model import evals_blocks, features_blocks
 from reports.content.numerics import kernels_blocks
+from reports.content.path import path_blocks
 from reports.content.perf import interval, perf_blocks, ratio
 from reports.content.perf_cells import PerfView, perf_view
 from reports.content.provenance import (
@@ -53,8 +54,8 @@ def _sentence(loaded: Loaded) -> str:
     if verdict.word is VerdictWord.ACCEPT:
         return f"All {count(len(verdict.required), 'gate')} that target {target} requires passed, at tier {tier}."
     if verdict.word is VerdictWord.REJECT:
-        first = verdict.failed[0]
-        return f"Gate {first} failed: {loaded.results[first].reasons[0].message}."
+        first = loaded.results[verdict.failed[0]].reasons[0]
+        return f"Gate {verdict.failed[0]} failed at {first.where}: {first.message}."
     missing = sorted({reason.code.partition(".")[0] for reason in verdict.unmet} & set(GATES)) or ["a required gate"]
     return f"No gate failed, but accept needs more: {verdict.unmet[0].message} ({', '.join(missing)})."
 
@@ -171,6 +172,7 @@ def _sections(loaded: Loaded, patch: Patch, view: PerfView | None) -> list[Secti
     extra = {
         "perf": perf_blocks(view) if view is not None else [],
         "kernels": kernels_blocks(loaded),
+        "path": path_blocks(loaded),
         "features": features_blocks(loaded),
         "evals": evals_blocks(loaded),
     }

@@ -134,6 +134,4 @@ def _cell_details(cell: CellResult, view: PerfView) -> Details:
             rows = [(str(i + 1), "–" if v is None else ratio(v)) for i, v in enumerate(comparison.blocks)]
             data = Table(title, ("block", "ratio"), rows, numeric=frozenset({1}))
             blocks.append(Chart(title, charts.strip_chart(comparison.blocks, label=f"{title}, {cell.cell.key}"), data))
-    if cell.notes:
-        blocks.append(Paragraph("; ".join(cell.notes)))
     return Details(tuple(summary), blocks or (Paragraph("No block of this cell was measured."),), paper=False)

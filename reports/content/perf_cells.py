@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from harness.records import Cell
+from harness.records import Cell, Outcome
 from reports import protocols
 from reports.load import Loaded
 
@@ -36,7 +37,6 @@ class CellResult:
     median_us: Mapping[str, float]
     """Median time of a step by arm name, in microseconds."""
     in_task: bool = False
-    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,31 @@ class PerfView:
 
 
 def perf_view(loaded: Loaded) -> PerfView | None:
-    """The view of a bundle's performance data; None where nothing was measured."""
-    lines = loaded.raw.get("perf")
-    if not lines:
+    """The view of a bundle's performance data; None where nothing was evaluated."""
+    result = loaded.results.get("perf")
+    if result is None or result.outcome is Outcome.NOT_EVALUATED:
         return None
-    summary = protocols.implementation("perf", loaded.results["perf"].protocol_id).summarise(lines)
+    summary = protocols.implementation("perf", result.protocol_id).summarise(loaded.raw["perf"])
+    task = {cell.key for cell in loaded.bundle.task_cells}
+    cells = [_cell(entry, task) for entry in summary["cells"]]
     return PerfView(
-        cells=[
-            CellResult(
-                cell=Cell(**cell["cell"]),
-                against={arm: Comparison(**values) for arm, values in cell["against"].items()},
-                median_us=cell["median_us"],
-            )
-            for cell in summary["cells"]
-        ],
-        arms=("standard", "best"),
-        arm_names={"standard": "the standard path", "best": "the current best", "candidate": "candidate"},
+        cells=cells,
+        arms=tuple(arm for arm in _NAMES if any(arm in cell.against for cell in cells)),
+        arm_names=_NAMES,
         note=summary["note"],
-        controls=summary["controls"],
+        controls=[(str(name), str(value)) for name, value in summary["controls"]],
     )
+
+
+_NAMES = {
+    "standard": "the standard path",
+    "best": "the current best",
+    "candidate": "the candidate",
+    "control": "control",
+}
+
+
+def _cell(entry: Mapping[str, Any], task: set[str]) -> CellResult:
+    cell = Cell(**entry["cell"])
+    against = {arm: Comparison(**values) for arm, values in entry["against"].items()}
+    return CellResult(cell, against, entry["median_us"], in_task=cell.key in task)

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import raw_lines
@@ -55,26 +54,13 @@ index 1111111111111111111111111111111111111111..22222222222222222222222222222222
 STATIC: tuple[GateName, ...] = ("scope", "audit")
 
 
-def implementation(gate: GateName, protocol_id: str) -> ModuleType | SimpleNamespace:
-    """Stands in for `reports.protocols.implementation`: the project's own decision functions where they exist."""
-    stand_in = raw_lines.STAND_INS.get(gate)
-    if stand_in is None:
-        return REAL(gate, protocol_id)
-    if protocol_id != stand_in.PROTOCOL_ID:
-        raise protocols.UnknownProtocolError(f"decided by {protocol_id}; this checkout has {stand_in.PROTOCOL_ID}")
-    return stand_in
-
-
-REAL = protocols.implementation
-
-
-def make_bundle(folder: Path, *, changes: dict[str, Any] | None = None, **evidence: Any) -> Path:
+def make_bundle(folder: Path, *, changes: dict[str, Any] | None = None, tier: str = "smoke", **evidence: Any) -> Path:
     """Evidence, artifacts and bundle below a folder; returns the bundle."""
     artifacts = make_artifacts(folder / "artifacts")
-    make_evidence(folder / "candidate", artifacts, **evidence)
+    make_evidence(folder / "candidate", artifacts, tier=tier, **evidence)
     if not (folder / "candidate/gates/build.json").exists():
         artifacts = []
-    context = make_input(artifacts, **(changes or {}))
+    context = make_input(artifacts, **({"tier": SETTINGS.tier(tier)} | (changes or {})))
     return write_bundle(folder / "candidate", folder / "out", context, environment=environment(), artifacts=artifacts)
 
 
@@ -82,6 +68,7 @@ def make_evidence(
     folder: Path,
     artifacts: list[Artifact],
     *,
+    tier: str = "smoke",
     lines: dict[GateName, Callable[[dict[str, str]], list[dict[str, Any]]]] | None = None,
     not_evaluated: GateName | None = None,
 ) -> None:
@@ -90,6 +77,7 @@ def make_evidence(
     Args:
         folder: created.
         artifacts: those that were judged.
+        tier: name of the tier.
         lines: gates whose lines are made by these functions of the artifacts' digests.
         not_evaluated: a gate that ends in an exception.
     """
@@ -97,7 +85,7 @@ def make_evidence(
     (folder / "candidate.patch").write_bytes(PATCH)
     sink = EvidenceSink(folder)
     digests = {f"{a.op}/{a.arch}": a.digest for a in artifacts}
-    recorded = raw_lines.all_passing(SETTINGS, digests, BASE, HEAD)
+    recorded = raw_lines.all_passing(SETTINGS, tier, digests, BASE, HEAD)
     recorded |= {gate: make(digests) for gate, make in (lines or {}).items()}
     for gate in GATES:
         if gate == not_evaluated:
@@ -110,7 +98,7 @@ def save_gate(sink: EvidenceSink, gate: GateName, lines: list[dict[str, Any]]) -
     """Append raw lines, decide, and store the result as a gate does."""
     sink.append_block(gate, lines)
     header = next(line for line in lines if line["kind"] == "header")
-    decision: Decision = implementation(gate, header["protocol"]).decide(lines)
+    decision: Decision = protocols.implementation(gate, header["protocol"]).decide(lines)
     outcome = Outcome(decision.outcome)
     kind = EvidenceClass.STATIC if gate in STATIC else EvidenceClass.HARDWARE
     result = GateResult(
@@ -182,7 +170,6 @@ def environment() -> Environment:
 
 
 DETAILS: dict[str, dict[str, Any]] = {
-    "path": {"ledger": {"kda_decode": {"specialized": 336, "standard": 0}}, "watermark_noticed": True},
     "build": {"objects": [{"op": "kda_decode", "seconds": 3.5}, {"op": "mla_decode", "seconds": 2.25}], "jobs": 2},
 }
 
@@ -201,14 +188,14 @@ def make_input(artifacts: list[Artifact], **changes: Any) -> BundleInput:
         name="002-222222222222", origin="tuner", note="unroll=8 below 4 rows", head="2" * 40, outcome="beaten",
         reason="003 was faster", ratio=Missing(missing="screened only"),
     )  # fmt: skip
-    again = ("fasttrack", "verify", "--candidate", HEAD[:12], "--target", "cpu", "--tier", "pr")
+    again = ("fasttrack", "verify", "--candidate", HEAD[:12], "--target", "cpu", "--tier", "smoke")
     values: dict[str, Any] = {
         "run": "20260101T120000Z-0badcafe",
         "name": "003-bbbbbbbbbbbb",
         "task": "cpu-kda-decode",
         "candidate": candidate,
         "target": SETTINGS.target("cpu"),
-        "tier": SETTINGS.tier("pr"),
+        "tier": SETTINGS.tier("smoke"),
         "scope": SETTINGS.scope,
         "commits": Commits(base=BASE, head=HEAD, evaluator=BASE, evaluator_dirty=False),
         "disclosure": Disclosure(proposer="search", statement="A search over declared tunables; no language model."),

@@ -1,28 +1,27 @@
-"""Raw lines as the gates write them, made up but consistent, and stand-ins for decision functions."""
+"""Raw lines as the gates write them: made up, but complete and consistent, for the project's own decisions."""
 
 from __future__ import annotations
 
 import math
 import random
-import statistics
-from types import SimpleNamespace
 from typing import Any
 
-from harness import canonical
-from harness.records import GateName
+from harness.records import Cell, GateName
 from harness.settings import Settings
-from verify.protocol import evals, features
-from verify.protocol.decision import Decision, Finding
+from verify.protocol import evals, features, perf_checks, perf_plan
 
 Lines = list[dict[str, Any]]
 SCHEDULE = "k3_backend/schedules/cpu/k3-nano/kda_decode.toml"
 
 
-def all_passing(settings: Settings, artifacts: dict[str, str], base: str, head: str) -> dict[GateName, Lines]:
+def all_passing(
+    settings: Settings, tier: str, artifacts: dict[str, str], base: str, head: str
+) -> dict[GateName, Lines]:
     """Lines of every gate for a candidate that passes.
 
     Args:
         settings: the project's settings.
+        tier: name of the tier.
         artifacts: `op/arch` to artifact digest.
         base: commit.
         head: commit.
@@ -32,10 +31,10 @@ def all_passing(settings: Settings, artifacts: dict[str, str], base: str, head: 
         "build": build_lines(artifacts, base, head),
         "audit": audit_lines(settings, artifacts),
         "kernels": kernels_lines(artifacts),
-        "path": generic_lines("path", artifacts),
+        "path": path_lines(artifacts),
         "features": features_lines(artifacts),
         "evals": evals_lines(artifacts),
-        "perf": perf_lines(settings, artifacts),
+        "perf": perf_lines(settings, artifacts, tier=tier),
     }
 
 
@@ -111,8 +110,7 @@ def kernels_lines(artifacts: dict[str, str], factor: float = 1.1) -> Lines:
         "kind": "header", "gate": "kernels", "protocol": "kernels/1", "ops": ["kda_decode"], "artifacts": digests,
         "planned": [case["id"] for case in cases], "command": "fasttrack verify --gates kernels",
     }  # fmt: skip
-    receipts = {op: {"digest": digest, "mapped": "m" * 8, "object": "m" * 8} for op, digest in digests.items()}
-    return [header, {"kind": "load", "failure": None, "receipts": receipts}, *cases]
+    return [header, {"kind": "load", "failure": None, "receipts": _receipts(digests)}, *cases]
 
 
 def features_lines(artifacts: dict[str, str]) -> Lines:
@@ -150,88 +148,97 @@ def evals_lines(artifacts: dict[str, str]) -> Lines:
     return [*lines, {"kind": "end"}]
 
 
-def generic_lines(gate: str, artifacts: dict[str, str], bad: int | None = None) -> Lines:
-    """Twelve checks, one of them bad if asked for."""
-    header = {"kind": "header", "gate": gate, "protocol": f"{gate}/1", "arms": {"candidate": artifacts}}
-    checks = [{"kind": "check", "what": f"case {i}", "where": f"place {i}", "ok": i != bad} for i in range(12)]
-    return [header, *checks, {"kind": "end", "lines": len(checks) + 2}]
+def path_lines(artifacts: dict[str, str], fallbacks: int = 0) -> Lines:
+    """Two steps of a program with three sites, all specialised, and one watermark per op."""
+    sites = [(0, "kda_decode", "kda_decode"), (3, "mla_decode", "mla_decode"), (None, "attn_res", "attn_res.final")]
+    digests = {name.split("/")[0]: digest for name, digest in artifacts.items()}
+    near = {"median_row_l2": 0.004, "mean": 0.004, "row_l2": 0.02, "nonfinite": 0}
+    far = {"median_row_l2": 1.4, "mean": 1.3, "row_l2": 1.5, "nonfinite": 0}
+    lines: Lines = [
+        {
+            "kind": "header", "gate": "path", "protocol": "path/1", "artifacts": digests, "sites": sites,
+            "planned": ["b1", "b64", "mark-kda_decode"], "command": "fasttrack verify --gates path",
+        },
+        {"kind": "load", "failure": None, "receipts": _receipts(digests)},
+        {"kind": "tolerance", "standard": near},
+    ]  # fmt: skip
+    for name in ("b1", "b64"):
+        counts = [{"layer": la, "op": op, "site": at, "specialized": 4, "standard": 0} for la, op, at in sites]
+        refused = {"batch.too_large": fallbacks} if fallbacks else {}
+        ledger = {"sites": counts, "steps": {"specialized": 4, "standard": 0}, "fallbacks": refused}
+        lines.append(
+            {
+                "kind": "cell", "id": name, "mode": "auto", "steps": 4, "ledger": ledger, "distances": [near] * 4,
+                "refusals": [], "changed_pools": [], "failure": None,
+            }
+        )  # fmt: skip
+    wrong = kernels_lines(artifacts, factor=500.0)[2]
+    mark = {"kind": "watermark", "id": "mark-kda_decode", "op": "kda_decode", "distances": [far], "case": wrong}
+    return [*lines, mark | {"failure": None}]
 
 
-def perf_lines(settings: Settings, artifacts: dict[str, str], *, gain: float = 0.25, seed: int = 1) -> Lines:
-    """Eight blocks of three arms over the cells of the pr tier."""
-    draw = random.Random(seed)
-    header = {"kind": "header", "gate": "perf", "protocol": "perf/1", "blocks": 8, "arms": {"candidate": artifacts}}
-    lines: Lines = [header]
-    for block in range(8):
-        for cell in settings.target("cpu").cells(settings.tier("pr")):
-            base = 900.0 * math.sqrt(cell.batch) * (1 + (cell.context or 0) / 8192)
-            speed = 1 + gain * (0.4 + 0.6 / math.sqrt(cell.batch))
-            times = [t * math.exp(draw.gauss(0, 0.012)) for t in (base * 1.9, base, base / speed)]
-            lines.append({"kind": "block", "block": block, "cell": cell.model_dump(mode="json"), "us": times})
-    return [*lines, {"kind": "end", "lines": len(lines) + 1}]
+def _receipts(digests: dict[str, str]) -> dict[str, Any]:
+    return {op: {"digest": digest, "mapped": "m" * 8, "object": "m" * 8} for op, digest in digests.items()}
 
 
-def summarise_perf(lines: Lines) -> dict[str, Any]:
-    cells: dict[str, dict[str, Any]] = {}
-    for line in lines:
-        if line["kind"] == "block":
-            entry = cells.setdefault(canonical.line(line["cell"]).decode(), {"cell": line["cell"], "us": []})
-            entry["us"].append(line["us"])
-    out = []
-    for entry in cells.values():
-        against = {}
-        for index, arm in enumerate(("standard", "best")):
-            ratios = [us[index] / us[2] for us in entry["us"]]
-            middle, spread = statistics.fmean(ratios), statistics.stdev(ratios)
-            low, high = middle - spread, middle + spread
-            word = "FAST" if low > 1 else "SLOW" if high < 0.98 else "AMBG" if low < 0.98 else "SAME"
-            against[arm] = {"ratio": middle, "low": low, "high": high, "word": word, "blocks": ratios}
-        medians = {
-            arm: statistics.median(us[i] for us in entry["us"])
-            for i, arm in enumerate(("standard", "best", "candidate"))
-        }
-        out.append({"cell": entry["cell"], "against": against, "median_us": medians})
-    return {
-        "cells": out,
-        "note": "Mean of block ratios plus or minus one deviation.",
-        "controls": [("A/A drift", "0.2 %")],
-    }
+def perf_lines(
+    settings: Settings, artifacts: dict[str, str], *, tier: str = "smoke", gain: float = 0.25, noise: float = 0.001
+) -> Lines:
+    """All blocks of all stages over the cells of a tier, in the order that their seeds dictate.
+
+    Args:
+        settings: the project's settings.
+        artifacts: `op/arch` to artifact digest.
+        tier: name of the tier.
+        gain: speed-up over the best at batch 1; less at larger batches.
+        noise: standard deviation of the log of a leg's time.
+    """
+    target, limits = settings.target("cpu"), settings.tier(tier)
+    cells = target.cells(limits)
+    claims = (perf_plan.Claim("standard", "faster"), perf_plan.Claim("best", "not_slower"))
+    digests = {name.split("/")[0]: digest for name, digest in artifacts.items()}
+    plan = perf_plan.Plan(
+        target=target.name, tier=tier, band=target.perf.not_slower_band, candidates=20,
+        alpha_per_run=target.perf.alpha_per_run, command="fasttrack verify --gates perf",
+        arms={"standard": {}, "best": dict.fromkeys(digests, "0" * 64), "candidate": digests},
+        stages=perf_plan.plan_stages(limits.perf_blocks, target.perf.alpha_per_run, 20),
+        cells=tuple(
+            perf_plan.CellPlan(cell.key, cell.model_dump(mode="json"), claims, 1000.0, "reading weights")
+            for cell in cells
+        ),
+        gain_cells=tuple(cell.key for cell in cells),
+    )  # fmt: skip
+    draw = random.Random(1)
+    lines: Lines = [plan.header()]
+    for stage in plan.stages:
+        for number in range(stage.blocks):
+            seed = f"{stage.name}-{number}"
+            digest = perf_plan.seed_digest(seed)
+            lines.append({"kind": "begin", "stage": stage.name, "block": number, "seed_sha256": digest})
+            lines.append(
+                {
+                    "kind": "block", "stage": stage.name, "block": number, "seed": seed,
+                    "load": {"foreign_share": 0.01},
+                    "order": [perf_plan.block_order(seed, plan.keys, sweep) for sweep in range(perf_plan.SWEEPS)],
+                    "cells": [_perf_cell(cell, seed, stage.arms, gain, noise, draw) for cell in cells],
+                }
+            )  # fmt: skip
+    return [*lines, {"kind": "end"}]
 
 
-def decide_perf(lines: Lines) -> Decision:
-    if lines[-1] != {"kind": "end", "lines": len(lines)}:
-        return Decision(
-            "not_evaluated", [Finding("perf.incomplete", "lines are missing", "end", "all", "fasttrack verify")]
-        )
-    cells = summarise_perf(lines)["cells"]
-    worst = min(cell["against"]["best"]["ratio"] for cell in cells)
-    metrics = {"worst_ratio_best": {"value": worst, "unit": "x", "samples": 8}}
-    slow = [cell for cell in cells if cell["against"]["best"]["word"] == "SLOW"]
-    if slow:
-        return Decision(
-            "failed", [Finding("perf.cell_slower", "a cell is slower", "b1", "0.98", "fasttrack bench")], metrics
-        )
-    return Decision("passed", [], metrics)
-
-
-def decide_generic(lines: Lines) -> Decision:
-    gate = lines[0]["gate"]
-    if lines[-1] != {"kind": "end", "lines": len(lines)}:
-        return Decision(
-            "not_evaluated", [Finding(f"{gate}.incomplete", "lines are missing", "end", "all", "fasttrack verify")]
-        )
-    metrics = {"checks": {"value": float(len(lines) - 2), "unit": "checks"}}
-    bad = [line for line in lines if line.get("ok") is False]
-    if bad:
-        return Decision(
-            "failed", [Finding(f"{gate}.wrong", bad[0]["what"], bad[0]["where"], "ok", "fasttrack verify")], metrics
-        )
-    return Decision("passed", [], metrics)
-
-
-STAND_INS: dict[str, SimpleNamespace] = {
-    gate: SimpleNamespace(
-        PROTOCOL_ID=f"{gate}/1", decide=decide_perf if gate == "perf" else decide_generic, summarise=summarise_perf
-    )
-    for gate in ("path", "perf")
-}
+def _perf_cell(
+    cell: Cell, seed: str, arms: tuple[str, ...], gain: float, noise: float, draw: random.Random
+) -> dict[str, Any]:
+    calls = 100
+    best = 900_000.0 * math.sqrt(cell.batch) * (1 + (cell.context or 0) / 8192)
+    speed = 1 + gain * (0.4 + 0.6 / math.sqrt(cell.batch))
+    times = {"standard": 1.9 * best, "best": best, "candidate": best / speed, "control": best}
+    legs = []
+    for sweep in range(perf_plan.SWEEPS):
+        for arm in perf_plan.leg_order(seed, cell.key, sweep, arms):
+            taken = calls * times[arm] * math.exp(draw.gauss(0, noise))
+            legs.append([arm, taken, taken * 0.999])
+    compared = [arm for arm in arms if arm != "standard"]
+    checks = {arm: dict.fromkeys(perf_checks.TOLERANCES, 0.0) for arm in compared}
+    paths = {arm: {"specialized": calls, "standard": 0} for arm in compared}
+    return {"key": cell.key, "calls": calls, "legs": legs, "checks": checks, "paths": paths}

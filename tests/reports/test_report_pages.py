@@ -55,8 +55,8 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page(accepted: Path) -> str:
-    return (accepted / "report.html").read_text(encoding="utf-8")
+def page(accepted_pr: Path) -> str:
+    return (accepted_pr / "report.html").read_text(encoding="utf-8")
 
 
 def test_rendering_again_gives_the_same_bytes(accepted: Path) -> None:
@@ -138,9 +138,9 @@ def test_text_has_contrast_in_light_dark_and_print(page: str) -> None:
 
 
 @pytest.mark.parametrize("form", reports.FORMATS)
-def test_the_first_screen_answers_the_reviewer(accepted: Path, form: reports.render.__class__) -> None:
+def test_the_first_screen_answers_the_reviewer(accepted_pr: Path, form: reports.render.__class__) -> None:
     """Verdict, change, place, isolation, worst speed, gaps, proposer: before anything else."""
-    text = reports.render(accepted, form)
+    text = reports.render(accepted_pr, form)
     first = text[: text.index("The change")]
     for expected in (
         "accept",
@@ -158,7 +158,7 @@ def test_the_first_screen_answers_the_reviewer(accepted: Path, form: reports.ren
         assert gate in first
 
 
-def test_the_worst_cell_is_marked_in_each_matrix(accepted: Path, page: str) -> None:
+def test_the_worst_cell_is_marked_in_each_matrix(page: str) -> None:
     """No aggregate without its worst cell."""
     matrices = re.findall(r'<table class="matrix">.*?</table>', page, re.DOTALL)
     assert len(matrices) == 2

@@ -168,7 +168,7 @@ def test_show_summarises_and_says_that_it_did_not_check(accepted: Path) -> None:
 
 def test_diff_shows_what_differs(accepted: Path, tmp_path: Path) -> None:
     """Comparing a bundle with a re-run is how contributors find what changed."""
-    other = fixtures.make_bundle(tmp_path, not_evaluated="features", changes={"tier": fixtures.SETTINGS.tier("smoke")})
+    other = fixtures.make_bundle(tmp_path, not_evaluated="features", tier="pr")
     found = reports.diff(accepted, other)
     assert {value.what for value in found.values} == {"verdict", "tier"}
     features = next(gate for gate in found.gates if gate.gate == "features")
@@ -208,7 +208,7 @@ def test_every_gate_names_its_decision_module() -> None:
 def test_an_unknown_protocol_is_said_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deciding old lines by new rules would compare what must not be compared."""
     with pytest.raises(protocols.UnknownProtocolError, match="scope/0"):
-        fixtures.REAL("scope", "scope/0")
+        protocols.implementation("scope", "scope/0")
     monkeypatch.setitem(protocols.MODULES, "scope", "verify.protocol.nothing")
     with pytest.raises(protocols.UnknownProtocolError, match=r"has no verify\.protocol\.nothing"):
-        fixtures.REAL("scope", "scope/1")
+        protocols.implementation("scope", "scope/1")

@@ -210,9 +210,12 @@ struct Panels {
   template <int R, int P>
   static K3_INLINE void multiply(const Group<R>& w, int k, const bf16* acts, int tokens, Tile* c);
 
+  // Few tokens fill only the front of each row, so several rows share a vector: fn may be expensive.
   template <typename F>
-  static K3_INLINE void combine(Tile& c, const Tile& a, const Tile& b, int, F&& fn) {
-    for (int i = 0; i < kTile * kTile; i += kLanes) store(c.v + i, fn(load(a.v + i), load(b.v + i)));
+  static K3_INLINE void combine(Tile& c, const Tile& a, const Tile& b, int tokens, F&& fn) {
+    if (tokens <= 4) return combine_rows<4>(c, a, b, fn);
+    if (tokens <= 8) return combine_rows<8>(c, a, b, fn);
+    combine_rows<16>(c, a, b, fn);
   }
 
   static K3_INLINE void store_bf16(const Tile& c, bf16* out, int64_t ld, int tokens) {
@@ -295,6 +298,32 @@ struct Panels {
     }
   }
 #endif
+
+  template <int W, typename F>
+  static K3_INLINE void combine_rows(Tile& c, const Tile& a, const Tile& b, F&& fn) {
+    constexpr int kRows = W < kLanes ? kLanes / W : 1;
+    for (int i = 0; i < kTile; i += kRows)
+      for (int j = 0; j < W; j += kLanes) {
+        const int at = i * kTile + j;
+        store_rows<kRows>(c.v + at, fn(load_rows<kRows>(a.v + at), load_rows<kRows>(b.v + at)));
+      }
+  }
+
+  // The first kLanes / N elements of N rows of a tile as one vector.
+  template <int N>
+  static K3_INLINE vf load_rows(const float* p) {
+    if constexpr (N == 1) return load(p);
+    float row[kLanes];
+    for (int i = 0; i < N; ++i) memcpy(row + i * (kLanes / N), p + i * kTile, sizeof(float) * kLanes / N);
+    return load(row);
+  }
+  template <int N>
+  static K3_INLINE void store_rows(float* p, vf x) {
+    if constexpr (N == 1) return store(p, x);
+    float row[kLanes];
+    store(row, x);
+    for (int i = 0; i < N; ++i) memcpy(p + i * kTile, row + i * (kLanes / N), sizeof(float) * kLanes / N);
+  }
 
   template <int N, int P>
   static K3_INLINE void lanes(const bf16* w, int64_t ldw, int k, const bf16* acts, Tile* c, int row, int stride);
@@ -398,6 +427,14 @@ struct Weights {
   K3_INLINE const bf16* ahead(int64_t t) const { return tile(t, 0); }
 };
 
+// Gate rows first, then up rows: tile 2 j is gate rows [16 j, 16 j + 16), tile 2 j + 1 the up rows that go with them.
+struct GateUp {
+  const bf16* data;
+  int64_t ld, width;
+  K3_INLINE const bf16* tile(int64_t t, int) const { return data + (t / 2 * kTile + t % 2 * width) * ld; }
+  K3_INLINE const bf16* ahead(int64_t t) const { return tile(t, 0); }
+};
+
 // How a kernel walks its tiles; from the schedule.
 struct Walk {
   int in_flight;  // tiles of W accumulated together: 1, 2 or 4
@@ -445,6 +482,14 @@ K3_INLINE void for_tiles(const W& weights, Range tiles, Walk walk, int k, const 
   if (walk.in_flight >= 4) run.template operator()<4>();
   if (walk.in_flight >= 2 || kUnit == 2) run.template operator()<2>();
   if constexpr (kUnit == 1) run.template operator()<1>();
+}
+
+// Elements [n0, n0 + 16) of the activations `panel_acts` (over k) = bf16(f(bf16(gate), bf16(up))).
+template <class Form>
+K3_INLINE void store_situ(const Tile& gate, const Tile& up, const Situ& f, bf16* panel_acts, int64_t k, int64_t n0, int valid) {
+  Tile h{};
+  Form::combine(h, gate, up, valid, [&](vf g, vf u) { return f(round_bf16(g), round_bf16(u)); });
+  Form::store_acts(h, panel_acts, k, n0, valid);
 }
 
 }  // namespace k3::gemm

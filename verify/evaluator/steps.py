@@ -18,8 +18,9 @@ from k3_backend.model.program import batch_fields, decode_program, execute
 from k3_backend.model.state import DecodeState
 from k3_backend.model.weights import ModelWeights
 from k3_backend.ops.registry import reference, standard
+from verify.evaluator.inputs.masks import Masks
 
-__all__ = ["Chain", "batch_json", "draw_chain", "owned", "reference_steps", "standard_steps"]
+__all__ = ["Chain", "batch_json", "draw_chain", "ownership", "reference_steps", "standard_steps"]
 
 PAGE = 16
 
@@ -92,20 +93,28 @@ def reference_steps(weights: ModelWeights, chain: Chain) -> list[Tensor]:
     return [_run(weights, pools, batch, exact=True) for batch in chain.batches]
 
 
-def owned(chain: Chain) -> dict[str, Tensor]:
-    """Pool name -> which rows some step of the chain may write: bool [slots] or [pages, page]."""
-    g = chain.state.geometry
-    slots = torch.zeros(chain.state.slots, dtype=torch.bool)
-    rows = torch.zeros(chain.state.pages * chain.state.page_size, dtype=torch.bool)
+def ownership(chain: Chain) -> Masks:
+    """What the chain may write, and what belongs to no request; over [slots] or [pages, page] of every pool."""
+    state = chain.state
+    g, page = state.geometry, state.page_size
+    mine, first = torch.zeros(state.slots, dtype=torch.bool), torch.zeros(state.slots, dtype=torch.bool)
+    rows = torch.zeros(state.pages * page, dtype=torch.bool)
+    held = torch.zeros(state.pages, page, dtype=torch.bool)
     for batch in chain.batches:
-        slots[batch.slots.flatten().long()] = True
+        mine[batch.slots.flatten().long()] = True
+        first[batch.slots[:, 0].long()] = True
         rows[batch.slot_mapping] = True
-    first = torch.zeros_like(slots)
-    first[chain.batches[0].slots[:, 0].long()] = True
-    masks = {f"kv_cache.{layer}": rows.view(chain.state.pages, -1) for layer in g.mla_layers}
+        for table, length in zip(batch.block_table.long(), batch.seq_lens.tolist(), strict=True):
+            positions = torch.arange(length)
+            held[table[positions // page], positions % page] = True
+    written: dict[str, Tensor] = {}
+    free: dict[str, Tensor] = {}
+    for layer in g.mla_layers:
+        written[f"kv_cache.{layer}"], free[f"kv_cache.{layer}"] = rows.view(state.pages, page), ~held
     for layer in g.kda_layers:
-        masks |= {f"state.{layer}": slots, f"conv_state.{layer}": first}
-    return masks
+        written[f"state.{layer}"], free[f"state.{layer}"] = mine, ~mine
+        written[f"conv_state.{layer}"], free[f"conv_state.{layer}"] = first, ~first
+    return Masks(written=written, free=free)
 
 
 def batch_json(batch: Batch) -> dict[str, Any]:

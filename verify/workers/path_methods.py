@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from k3_backend.geometry import geometry
 from k3_backend.model.batch import Batch
 from k3_backend.model.state import DecodeState
 from k3_backend.model.weights import ModelWeights
@@ -21,6 +20,7 @@ from k3_backend.step.run import DecodeBackend
 from verify.workers import arm
 from verify.workers.main import Method, Session
 from verify.workers.op_methods import as_tensor
+from verify.workers.path_model import path_model
 
 __all__ = ["METHODS"]
 
@@ -38,7 +38,7 @@ class _Area:
 def open_model(session: Session, *, geometry_name: str, seed: int) -> dict[str, Any]:
     """Load the arm's objects and make the seeded model that all steps run."""
     arm.kernels(session)
-    session.areas["path"] = _Area(ModelWeights.seeded(geometry(geometry_name), seed))
+    session.areas["path"] = _Area(path_model(geometry_name, seed))
     return {}
 
 

@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from harness import sandbox
 from harness.records import EvidenceClass, GateResult
-from k3_backend.aot.cpu.host import best_arch
 from k3_backend.aot.schedule import Schedule, ScheduleError, load_declarations
 from k3_backend.ops import OPS
 from verify.arms import KERNELS, SCHEDULES
@@ -26,12 +24,13 @@ from verify.evaluator.contention import Competitors
 from verify.evaluator.execute import run_case
 from verify.evaluator.plan import Planned, draw_plan, from_json
 from verify.evaluator.receipts import receipts
-from verify.evaluator.worker import ArmSpec, Worker, WorkerError, WorkerFailure
+from verify.evaluator.worker import Worker, WorkerError, WorkerFailure
 from verify.gates.common import command_for, gate_guard, to_result
-from verify.protocol.decision import Decision, Finding, Line
+from verify.gates.measured import candidate_arm, identity, obstacle
+from verify.protocol.decision import Line
 from verify.protocol.kernels import PROTOCOL_ID, case_fails, decide, worst_share
 
-__all__ = ["PROTOCOL_ID", "candidate_arm", "changed_ops", "run"]
+__all__ = ["PROTOCOL_ID", "changed_ops", "run"]
 
 BUFFER_BYTES = 1 << 30
 """Shared buffer of the worker; pages are taken when touched."""
@@ -45,9 +44,9 @@ MAX_BAD_CASES = 3
 def run(ctx: GateContext) -> GateResult:
     """Run the planned cases, or go on with those of an interrupted attempt, and decide."""
     started = time.monotonic()
-    obstacle = _obstacle(ctx)
-    if obstacle is not None:
-        return to_result("kernels", PROTOCOL_ID, obstacle, EvidenceClass.STATIC, [], time.monotonic() - started)
+    why_not = obstacle(ctx, "kernels")
+    if why_not is not None:
+        return to_result("kernels", PROTOCOL_ID, why_not, EvidenceClass.STATIC, [], time.monotonic() - started)
     assert ctx.arms is not None
     plan = _plan(ctx, ctx.arms)
     done = {line["id"] for line in ctx.evidence.lines("kernels") if line.get("kind") == "case"}
@@ -77,36 +76,13 @@ def changed_ops(ctx: GateContext) -> tuple[str, ...]:
     return tuple(known) if "common" in touched or ctx.tier.batches == "all" or not changed else changed
 
 
-def candidate_arm(arms: Arms) -> ArmSpec:
-    """The candidate as workers load it."""
-    artifacts = {op: artifact.path for op, artifact in arms.candidate.items()}
-    return ArmSpec("specialized", {**artifacts, "runtime": arms.runtime.path}, arms.candidate_schedules)
-
-
-def _obstacle(ctx: GateContext) -> Decision | None:
-    """Why nothing can be measured here."""
-    again = command_for("kernels", ctx)
-    if ctx.target.device != "cpu" or best_arch(ctx.target.archs) is None:
-        what = f"this machine cannot run the kernels of {', '.join(ctx.target.archs)}"
-        finding = Finding("kernels.device", what, f"target {ctx.target.name}", "a machine of the target's kind", again)
-    elif (reason := sandbox.unavailable()) is not None:
-        finding = Finding("kernels.environment", reason.message, reason.where, reason.expected, reason.next)
-    elif ctx.arms is None:
-        finding = Finding(
-            "kernels.no_artifacts", "the build gate gave no artifacts", "build", "a passed build gate", again
-        )
-    else:
-        return None
-    return Decision("not_evaluated", (finding,))
-
-
 def _plan(ctx: GateContext, arms: Arms) -> list[Planned]:
     """The stored plan of an interrupted attempt on the same artifacts, else a new one, stored first of all."""
-    identity = {op: artifact.digest for op, artifact in sorted(arms.candidate.items())}
+    artifacts = identity(arms)
     earlier = ctx.evidence.lines("kernels")
     if earlier:
         header = earlier[0]
-        if header.get("artifacts") != identity or header.get("protocol") != PROTOCOL_ID:
+        if header.get("artifacts") != artifacts or header.get("protocol") != PROTOCOL_ID:
             raise RuntimeError("raw/kernels.jsonl belongs to other artifacts or another protocol")
         return [from_json(planned) for planned in header["plan"]]
     ops = changed_ops(ctx)
@@ -126,7 +102,7 @@ def _plan(ctx: GateContext, arms: Arms) -> list[Planned]:
         "tier": ctx.tier.name,
         "geometry": ctx.target.geometry,
         "ops": list(ops),
-        "artifacts": identity,
+        "artifacts": artifacts,
         "planned": [planned.case.id for planned in plan],
         "plan": [planned.to_json() for planned in plan],
         "command": command_for("kernels", ctx),

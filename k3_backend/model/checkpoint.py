@@ -20,6 +20,7 @@ __all__ = [
     "ALogReading",
     "CheckpointError",
     "Constants",
+    "Kind",
     "Spec",
     "layer_specs",
     "model_specs",
@@ -35,6 +36,20 @@ ALogReading = Literal["per_head", "first_heads"]
 """`per_head`: A_log holds one value per head. `first_heads`: head_dim values, of which the first `heads` count."""
 Constants = dict[str, dict[str, Tensor]]
 """Site name -> argument name -> tensor."""
+Kind = Literal[
+    "linear",
+    "branch_output",
+    "embedding",
+    "norm",
+    "res_proj",
+    "conv",
+    "a_log",
+    "dt_bias",
+    "router_bias",
+    "packed",
+    "scale",
+]
+"""What a tensor is; `branch_output` is a linear map whose result is added to the residual stream."""
 
 
 class CheckpointError(ValueError):
@@ -47,12 +62,10 @@ class Spec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    kind: Literal[
-        "linear", "embedding", "norm", "res_proj", "conv", "a_log", "dt_bias", "router_bias", "packed", "scale"
-    ]
+    kind: Kind
 
 
-def _bf16(kind: Literal["linear", "embedding", "norm", "res_proj"], *shape: int) -> Spec:
+def _bf16(kind: Kind, *shape: int) -> Spec:
     return Spec(shape, torch.bfloat16, kind)
 
 
@@ -92,7 +105,7 @@ def _kda_specs(g: Geometry) -> dict[str, Spec]:
         f"{at}.A_log": Spec((1, 1, g.heads, 1), torch.float32, "a_log"),
         f"{at}.dt_bias": Spec((g.kda_width,), torch.float32, "dt_bias"),
         f"{at}.o_norm.weight": _bf16("norm", g.kda_head_dim),
-        f"{at}.o_proj.weight": _bf16("linear", g.hidden, g.kda_width),
+        f"{at}.o_proj.weight": _bf16("branch_output", g.hidden, g.kda_width),
     }
 
 
@@ -106,7 +119,7 @@ def _mla_specs(g: Geometry) -> dict[str, Spec]:
         f"{at}.kv_a_layernorm.weight": _bf16("norm", g.kv_lora),
         f"{at}.kv_b_proj.weight": _bf16("linear", g.heads * (g.nope + g.v_dim), g.kv_lora),
         f"{at}.g_proj.weight": _bf16("linear", g.mla_width, g.hidden),
-        f"{at}.o_proj.weight": _bf16("linear", g.hidden, g.mla_width),
+        f"{at}.o_proj.weight": _bf16("branch_output", g.hidden, g.mla_width),
     }
 
 
@@ -114,7 +127,7 @@ def _dense_specs(g: Geometry) -> dict[str, Spec]:
     return {
         "mlp.gate_proj.weight": _bf16("linear", g.dense_width, g.hidden),
         "mlp.up_proj.weight": _bf16("linear", g.dense_width, g.hidden),
-        "mlp.down_proj.weight": _bf16("linear", g.hidden, g.dense_width),
+        "mlp.down_proj.weight": _bf16("branch_output", g.hidden, g.dense_width),
     }
 
 
@@ -125,10 +138,10 @@ def _moe_specs(g: Geometry, expert_format: ExpertFormat) -> dict[str, Spec]:
         f"{at}.gate.e_score_correction_bias": Spec((g.experts,), torch.float32, "router_bias"),
         f"{at}.routed_expert_down_proj.weight": _bf16("linear", g.latent, g.hidden),
         f"{at}.routed_expert_norm.weight": _bf16("norm", g.latent),
-        f"{at}.routed_expert_up_proj.weight": _bf16("linear", g.hidden, g.latent),
+        f"{at}.routed_expert_up_proj.weight": _bf16("branch_output", g.hidden, g.latent),
         f"{at}.shared_experts.gate_proj.weight": _bf16("linear", g.shared_width, g.hidden),
         f"{at}.shared_experts.up_proj.weight": _bf16("linear", g.shared_width, g.hidden),
-        f"{at}.shared_experts.down_proj.weight": _bf16("linear", g.hidden, g.shared_width),
+        f"{at}.shared_experts.down_proj.weight": _bf16("branch_output", g.hidden, g.shared_width),
     }
     for expert in range(g.experts):
         for name, rows, columns in (

@@ -6,6 +6,7 @@ are null: no request owns them and no correct kernel changes them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -98,14 +99,19 @@ class DecodeState:
         pools = (("kv_cache", self.kv_cache), ("conv_state", self.conv_state), ("state", self.state))
         return {f"{kind}.{layer}": pool for kind, by_layer in pools for layer, pool in by_layer.items()}
 
+    @classmethod
+    def of(cls, geometry: Geometry, tensors: Mapping[str, Tensor]) -> DecodeState:
+        """Pools from tensors named as in `tensors()`; references keep them in fp64."""
+        return cls(
+            geometry=geometry,
+            kv_cache={layer: tensors[f"kv_cache.{layer}"] for layer in geometry.mla_layers},
+            conv_state={layer: tensors[f"conv_state.{layer}"] for layer in geometry.kda_layers},
+            state={layer: tensors[f"state.{layer}"] for layer in geometry.kda_layers},
+        )
+
     def clone(self) -> DecodeState:
         """An independent copy, so that two arms can start from one state."""
-        return DecodeState(
-            geometry=self.geometry,
-            kv_cache={layer: pool.clone() for layer, pool in self.kv_cache.items()},
-            conv_state={layer: pool.clone() for layer, pool in self.conv_state.items()},
-            state={layer: pool.clone() for layer, pool in self.state.items()},
-        )
+        return DecodeState.of(self.geometry, {name: pool.clone() for name, pool in self.tensors().items()})
 
     def copy_(self, other: DecodeState) -> DecodeState:
         """Take over the content of another state of the same shapes, in place; addresses stay valid."""

@@ -207,6 +207,9 @@ def _draw(name: str, spec: Spec, seed: int) -> Tensor:
             value = normal(1.0)
         case "linear":
             value = normal(spec.shape[-1] ** -0.5)
+        case "branch_output":
+            # Half gain: what a layer adds stays below what it adds to, so that rounding noise does not grow with depth.
+            value = normal(0.5 * spec.shape[-1] ** -0.5)
         case "conv":
             # One dominant tap (the current token) beside three that matter.
             value = normal(0.3)

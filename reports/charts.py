@@ -88,9 +88,12 @@ def interval_chart(series: Sequence[Series], *, label: str, reference: float = 1
 
 
 def strip_chart(values: Sequence[float | None], *, label: str, reference: float = 1.0) -> str:
-    """A cell's block ratios in the order of measurement; a missing block leaves a gap."""
+    """A cell's block ratios in the order of measurement; a missing block leaves a gap.
+
+    The axis covers the values only, so that drift and outliers show; the reference line is drawn where it falls inside.
+    """
     present = [value for value in values if value is not None]
-    ticks = _ticks(min([reference, *present]), max([reference, *present]))
+    ticks = _ticks(min(present, default=reference), max(present, default=reference))
     low, high = ticks[0], ticks[-1]
     left, top, plot, step = 46, 8, 80, 22
     width, height = left + max(step * len(values), 60) + 8, top + plot + 22

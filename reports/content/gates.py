@@ -14,7 +14,7 @@ from harness.records import GateName, GateResult
 from reports.content.words import metrics_table, outcome_word, reasons_table
 from reports.document import Block, Code, Content, Details, Facts, Inline, Paragraph, Section, Table
 from reports.load import Loaded
-from reports.text import duration, fixed
+from reports.text import count, duration, fixed
 
 __all__ = ["GATE_QUESTIONS", "gate_section"]
 
@@ -28,6 +28,8 @@ GATE_QUESTIONS: dict[GateName, tuple[str, str]] = {
     "evals": ("Evals", "Are the model's answers no worse than the standard path's?"),
     "perf": ("Performance", "Is it faster, with no cell worse, by a method that the candidate cannot bend?"),
 }
+_METRICS_SHOWN = 8
+"""More than these are folded away."""
 _ROWS_SHOWN = 400
 """A table with more rows than this is cut; the raw lines have them all."""
 
@@ -47,7 +49,9 @@ def gate_section(gate: GateName, loaded: Loaded, extra: Sequence[Block] = ()) ->
         blocks.append(reasons_table(f"Findings of gate {gate}", result.reasons))
     blocks += extra
     if result.metrics:
-        blocks.append(metrics_table(f"Metrics of gate {gate}, as its raw lines give them", result.metrics))
+        metrics = metrics_table(f"Metrics of gate {gate}, as its raw lines give them", result.metrics)
+        many = len(result.metrics) > _METRICS_SHOWN
+        blocks.append(Details(count(len(result.metrics), "metric"), (metrics,)) if many else metrics)
     detail = detail_blocks(result.detail)
     if detail:
         summary = f"Tables stated by gate {gate} (for reading; no outcome rests on them)"

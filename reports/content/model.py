@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from harness.records import GateName, Measurement, Missing
+from reports import protocols
 from reports.document import Block, Code, Content, Paragraph, Table, Word
 from reports.load import Loaded
 from verify.protocol.lines import last_attempt, of_kind
@@ -23,17 +24,18 @@ def features_blocks(loaded: Loaded) -> list[Block]:
     body = _body(loaded, "features")
     if not body:
         return []
-    metrics = loaded.results["features"].metrics
+    result = loaded.results["features"]
+    metrics, protocol = result.metrics, protocols.implementation("features", result.protocol_id)
     rows: list[tuple[Content, ...]] = []
     for line in of_kind(body, "check"):
         if line["arm"] != "candidate":
             continue
         check = str(line["check"])
         wrong = [rule for rule in line["exact"] if rule["seen"] != rule["expected"]]
-        holds = f"all {len(line['exact'])} hold"
+        holds = f"{len(line['exact'])} of {len(line['exact'])} hold"
         counts: Content = Word(f"{len(wrong)} wrong", "bad") if wrong else holds
         if check == "sampling":
-            seen, allowed = f"p = {_value(metrics, 'sampling_p', '.3g')}", "see findings"
+            seen, allowed = f"p = {_value(metrics, 'sampling_p', '.3g')}", f"p ≥ {protocol.MIN_P:g}"
         else:
             seen, allowed = _value(metrics, f"{check}_difference", ".4f"), _value(metrics, f"{check}_tolerance", ".4f")
         positions = line.get("positions", sum(line["counts"]) if "counts" in line else "–")

@@ -13,6 +13,7 @@ from typing import Any
 from reports import protocols
 from reports.document import Block, Code, Content, Details, Paragraph, Table
 from reports.load import Loaded
+from reports.text import count
 
 __all__ = ["kernels_blocks"]
 
@@ -99,4 +100,4 @@ def _coverage(cases: list[dict[str, Any]]) -> list[Block]:
     if not left_out:
         return [table]
     listed = Table("Cases that did not run", ("case", "how", "why"), left_out)
-    return [table, Details(f"{len(left_out)} cases did not run", (listed,))]
+    return [table, Details(f"{count(len(left_out), 'case')} did not run", (listed,))]

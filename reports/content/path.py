@@ -12,6 +12,7 @@ from typing import Any
 from reports import protocols
 from reports.document import Block, Code, Content, Details, Paragraph, Table, Word
 from reports.load import Loaded
+from verify.protocol import kernels
 
 __all__ = ["path_blocks"]
 
@@ -27,7 +28,9 @@ def path_blocks(loaded: Loaded) -> list[Block]:
         return []
     protocol = protocols.implementation("path", loaded.results["path"].protocol_id)
     allowed = protocol.step_tolerance(tolerances[0]["standard"])
-    marks = [line for line in lines if line.get("kind") == "watermark" and line["failure"] is None]
+    marks = [
+        line for line in lines if line.get("kind") == "watermark" and line["failure"] is None and not line["refusals"]
+    ]
     lead = (
         "The ledger counts, natively and per site, which implementation ran. A judged step must have run the "
         "specialised kernel at every site and nothing else; its result must lie near the standard step's."
@@ -67,8 +70,7 @@ def _watermarks(marks: Sequence[Line], allowed: Mapping[str, float], protocol: M
     rows: list[tuple[Content, ...]] = []
     for mark in marks:
         step = any(protocol.step_exceeds(distance, allowed) for distance in mark["distances"])
-        case = protocol.kernels.case_fails(mark["case"])
-        rows.append((Code(str(mark["op"])), _noticed(step), _noticed(case)))
+        rows.append((Code(str(mark["spoil"])), _noticed(step), _noticed(kernels.case_fails(mark["case"]))))
     return Table("Watermarks", ("op", "step comparison", "kernels comparison"), rows)
 
 

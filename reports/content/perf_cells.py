@@ -94,7 +94,7 @@ _NAMES = {
     "standard": "the standard path",
     "best": "the current best",
     "candidate": "the candidate",
-    "control": "control",
+    "control": "the current best again (control)",
 }
 
 

@@ -173,8 +173,8 @@ def path_lines(artifacts: dict[str, str], fallbacks: int = 0) -> Lines:
             }
         )  # fmt: skip
     wrong = kernels_lines(artifacts, factor=500.0)[2]
-    mark = {"kind": "watermark", "id": "mark-kda_decode", "op": "kda_decode", "distances": [far], "case": wrong}
-    return [*lines, mark | {"failure": None}]
+    mark = {"kind": "watermark", "id": "mark-kda_decode", "spoil": "kda_decode", "distances": [far], "case": wrong}
+    return [*lines, mark | {"failure": None, "refusals": []}]
 
 
 def _receipts(digests: dict[str, str]) -> dict[str, Any]:

@@ -1,0 +1,185 @@
+// MLA query path on CPU: q_a norm, q_b, absorption of W_UK; kv_a norm and insert into the latent cache.
+//
+// Two phases over blocks of up to 64 tokens, with a barrier between them. First the workers share the 16-row tiles of W_qb
+// (each norms the few q_a rows for itself) and the cache rows. Then they share the columns of W_UK, which is stored with
+// its output columns contiguous: a row is split into even and odd fp32 lanes and added, weighted by one element of q_nope,
+// to the accumulators of several tokens.
+#include "k3_cpu.h"
+
+#include "common/attention.h"
+#include "common/gemm.h"
+
+namespace {
+
+using namespace k3;
+
+constexpr int H = K3_HEADS, QL = K3_Q_LORA, KL = K3_KV_LORA, NOPE = K3_NOPE, PE = K3_PE, ROW = K3_MLA_ROW, P = K3_MLA_PROJ_ROWS;
+constexpr int kTile = gemm::kTile, kHeadRows = NOPE + PE;
+constexpr int kParts = 4;                                  // vectors of pairs along KL that one unit of work covers
+constexpr int kUnitColumns = kParts * kPairs, kUnits = KL / kUnitColumns;
+constexpr int kAccumulators = kLanes == 16 ? 16 : 8;       // of 32 and 16 vector registers
+static_assert(NOPE % kTile == 0 && PE % kTile == 0 && QL % 32 == 0, "a tile of W_qb belongs to one part of one head");
+static_assert(QL % kLanes == 0 && KL % kUnitColumns == 0, "vector loops below have no tails");
+
+struct Call {
+  const bf16* proj;
+  const bf16* q_norm;
+  const bf16* kv_norm;
+  const bf16* w_qb;
+  const bf16* w_uk_t;
+  const int64_t* slot_mapping;
+  bf16* query;
+  bf16* cache;
+  int64_t M;
+  float eps;
+  gemm::Walk walk;
+};
+
+// Temporary memory: one part shared by the workers, one each.
+struct Shared {
+  float q_nope[H * gemm::kMaxTokens * NOPE];  // [H][token][NOPE], rounded to bf16
+};
+struct Workspace {
+  bf16 c[gemm::kMaxTokens * QL];
+  bf16 acts[gemm::kMaxTokens * QL];
+  float tile[kTile * kTile];
+};
+
+// out = bf16(x * rsqrt(mean x^2 + eps) * w)
+template <int N>
+void rms_norm(const bf16* x, const bf16* w, float eps, bf16* out) {
+  vf squares = zero();
+  for (int d = 0; d < N; d += kLanes) squares = fma(load(x + d), load(x + d), squares);
+  const vf scale = set1(1.0f / __builtin_sqrtf(sum(squares) / N + eps));
+  for (int d = 0; d < N; d += kLanes) store(out + d, load(x + d) * scale * load(w + d));
+}
+
+void insert_rows(const Call& c, Range rows) {
+  for (int64_t m = rows.begin; m < rows.end; ++m) {
+    if (c.slot_mapping[m] < 0) continue;
+    const bf16* kv_a = c.proj + m * P + QL;
+    bf16* row = c.cache + c.slot_mapping[m] * ROW;
+    rms_norm<KL>(kv_a, c.kv_norm, c.eps, row);
+    memcpy(row + KL, kv_a + KL, PE * sizeof(bf16));
+  }
+}
+
+// q = bf16(W_qb rms(q_a)): the pe part goes straight into the query rows, the nope part into `shared`.
+template <class Form>
+void up_project(const Call& c, const gemm::Team& team, int64_t m0, int tokens, Shared& shared, Workspace& w) {
+  for (int m = 0; m < tokens; ++m) rms_norm<QL>(c.proj + (m0 + m) * P, c.q_norm, c.eps, w.c + m * QL);
+  const gemm::Team alone{nullptr, 0, 1};
+  const bf16* acts = Form::stage(alone, w.c, tokens, QL, w.acts);
+  const auto place = [&](int64_t t, int p, const gemm::Tile* tile, int valid) {
+    const int64_t h = t * kTile / kHeadRows, n = t * kTile % kHeadRows;
+    if (n >= NOPE) {
+      Form::store_bf16(*tile, c.query + ((m0 + p * kTile) * H + h) * ROW + KL + n - NOPE, H * ROW, valid);
+      return;
+    }
+    Form::store_f32(*tile, valid, [&](int m) { return w.tile + m * kTile; });
+    for (int m = 0; m < valid; ++m) {
+      float* to = shared.q_nope + (h * gemm::kMaxTokens + p * kTile + m) * NOPE + n;
+      for (int j = 0; j < kTile; j += kLanes) store(to + j, round_bf16(load(w.tile + m * kTile + j)));
+    }
+  };
+  gemm::for_tiles<1, Form>(gemm::Weights{c.w_qb, QL}, team.share(H * kHeadRows / kTile), c.walk, QL, acts, tokens, place);
+}
+
+// Columns [0, kUnitColumns) of q_nope W_UK for N tokens; w and out point at the first column.
+template <int N>
+void absorb(const float* q_nope, const bf16* w, bf16* out) {
+  constexpr int kPart = kAccumulators / (2 * N) < kParts ? kAccumulators / (2 * N) : kParts;
+  for (int first = 0; first < kUnitColumns; first += kPart * kPairs) {
+    vf acc[N][2 * kPart];
+    for (int m = 0; m < N; ++m)
+      for (int i = 0; i < 2 * kPart; ++i) acc[m][i] = zero();
+    for (int n = 0; n < NOPE; ++n) {
+      for (int i = 0; i < kPart; ++i) {
+        const vb x = load_pairs(w + n * KL + first + i * kPairs);
+        const vf x_even = even(x), x_odd = odd(x);
+        for (int m = 0; m < N; ++m) {
+          const vf q = set1(q_nope[m * NOPE + n]);
+          acc[m][2 * i] = fma(q, x_even, acc[m][2 * i]);
+          acc[m][2 * i + 1] = fma(q, x_odd, acc[m][2 * i + 1]);
+        }
+      }
+    }
+    for (int m = 0; m < N; ++m)
+      for (int i = 0; i < kPart; ++i) {
+        const vb x = pair(acc[m][2 * i], acc[m][2 * i + 1]);
+        memcpy(out + m * H * ROW + first + i * kPairs, &x, sizeof x);
+      }
+  }
+}
+
+void absorb_units(const Call& c, Range units, int64_t m0, int tokens, const Shared& shared) {
+  for (int64_t unit = units.begin; unit < units.end; ++unit) {
+    const int64_t h = unit / kUnits, column = unit % kUnits * kUnitColumns;
+    const bf16* w = c.w_uk_t + h * NOPE * KL + column;
+    const float* q_nope = shared.q_nope + h * gemm::kMaxTokens * NOPE;
+    bf16* out = c.query + (m0 * H + h) * ROW + column;
+    int m = 0;
+    for (; m + 4 <= tokens; m += 4) absorb<4>(q_nope + m * NOPE, w, out + m * H * ROW);
+    if (m + 2 <= tokens) absorb<2>(q_nope + m * NOPE, w, out + m * H * ROW), m += 2;
+    if (m < tokens) absorb<1>(q_nope + m * NOPE, w, out + m * H * ROW);
+  }
+}
+
+template <class Form>
+void run(const Call& c, const gemm::Team& team, Shared& shared, Workspace& w) {
+  const gemm::MatrixUnit unit;
+  insert_rows(c, share(c.M, team.worker, team.workers));
+  for (int64_t m0 = 0; m0 < c.M; m0 += gemm::kMaxTokens) {
+    const int tokens = int(c.M - m0 < gemm::kMaxTokens ? c.M - m0 : gemm::kMaxTokens);
+    if (m0 > 0) team.barrier();  // the block before may still be reading q_nope
+    up_project<Form>(c, team, m0, tokens, shared, w);
+    team.barrier();
+    absorb_units(c, share(H * kUnits, team.worker, team.workers), m0, tokens, shared);
+  }
+}
+
+// Nothing may be written to a row that the cache does not have.
+const char* check(const Call& c, int64_t cache_rows) {
+  for (int64_t m = 0; m < c.M; ++m)
+    if (c.slot_mapping[m] >= cache_rows) return "slot_mapping: row beyond the cache";
+  return nullptr;
+}
+
+}  // namespace
+
+K3_EXPORT(mla_query) {
+  Args in(args, num_args, result);
+  const K3Context* ctx = in.context();
+  int64_t proj[2] = {}, w_qb[2] = {}, w_uk_t[3] = {}, mapping[1] = {}, query[3] = {}, cache[3] = {};
+  Call c{};
+  c.proj = in.tensor<bf16>(2, proj);
+  c.q_norm = in.tensor<bf16>(1);
+  c.kv_norm = in.tensor<bf16>(1);
+  c.w_qb = in.tensor<bf16>(2, w_qb);
+  c.w_uk_t = in.tensor<bf16>(3, w_uk_t);
+  c.slot_mapping = in.tensor<int64_t>(1, mapping);
+  c.query = in.tensor<bf16>(3, query);
+  c.cache = in.tensor<bf16>(3, cache);
+  c.eps = in.real();
+  const int32_t threads = int32_t(in.integer());
+  const int64_t form = in.integer();
+  c.walk.in_flight = int(in.integer());
+  c.walk.prefetch = in.integer() != 0;
+  if (in.finish()) return -1;
+  c.M = proj[0];
+  if (proj[1] != P || w_qb[0] != H * kHeadRows || w_qb[1] != QL || w_uk_t[0] != H || w_uk_t[1] != NOPE || w_uk_t[2] != KL ||
+      mapping[0] != c.M || query[0] != c.M || query[1] != H || query[2] != ROW || cache[2] != ROW)
+    in.fail("shapes differ from the geometry this kernel was built for");
+  else if (threads < 1 || form < 0 || form > 1 || c.walk.in_flight < 1) in.fail("tunables: value not declared in cpu.toml");
+  else if (const char* why = check(c, cache[0] * cache[1])) in.fail(why);
+  else if (int64_t(sizeof(Shared)) + ctx->max_workers * int64_t(sizeof(Workspace)) > ctx->scratch_bytes)
+    in.fail("scratch too small for the workers");
+  if (in.finish()) return -1;
+  parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
+    const gemm::Team team{ctx, worker, workers};
+    Shared& shared = *static_cast<Shared*>(ctx->scratch);
+    Workspace& w = reinterpret_cast<Workspace*>(&shared + 1)[worker];
+    form == 0 ? run<gemm::Rows>(c, team, shared, w) : run<gemm::Panels>(c, team, shared, w);
+  });
+  return 0;
+}

@@ -329,6 +329,30 @@ class Repository:
             )
         return self.commit_tree(tree, base, message)
 
+    def commit_files(self, base: str, files: Mapping[str, tuple[str, bytes] | None], message: str) -> str:
+        """Commit changed files on top of a commit, with the same properties as `commit_patch`.
+
+        Args:
+            base: parent commit.
+            files: path to (git mode, content), or to None to delete it. For symlinks the content is the target.
+            message: commit message.
+
+        Raises:
+            FasttrackError: git refuses a path.
+        """
+        lines = []
+        for path, change in files.items():
+            mode, blob = ("0", NULL_ID) if change is None else (change[0], self._store(change[1]))
+            lines.append(f"{mode} {blob}\t".encode() + os.fsencode(path) + b"\0")
+        with self._temporary_index() as env:
+            self._run("read-tree", base, env=env)
+            self._run("update-index", "-z", "--add", "--remove", "--index-info", env=env, stdin=b"".join(lines))
+            tree = self._out("write-tree", env=env).strip()
+        return self.commit_tree(tree, base, message)
+
+    def _store(self, content: bytes) -> str:
+        return self._out("hash-object", "-w", "--no-filters", "--stdin", stdin=content).strip()
+
     def commit_tree(self, tree: str, parent: str, message: str) -> str:
         """Commit a tree; author, committer and dates are fixed by the parent, so equal input gives an equal id."""
         when = self._out("show", "-s", "--format=%ct", parent).strip() + " +0000"
@@ -414,11 +438,9 @@ class Repository:
         before = {e.path: e for e in self.entries(parent)}
         lines = []
         for name, mode, content in _walk(path, frozenset(ignore)):
-            blob = (
-                self._out("hash-object", "-w", "--no-filters", "--stdin", stdin=content).strip()
-                if _blob_id(content) != _known(before, name)
-                else _blob_id(content)
-            )
+            blob = _blob_id(content)
+            if name not in before or before[name].blob != blob:
+                blob = self._store(content)
             lines.append(f"{mode} {blob}\t".encode() + os.fsencode(name) + b"\0")
         with self._temporary_index() as env:
             self._run("read-tree", "--empty", env=env)
@@ -613,10 +635,6 @@ def _missing_is_fine(function: object, path: str, info: tuple[type[BaseException
 
 def _blob_id(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-def _known(entries: Mapping[str, Entry], path: str) -> str | None:
-    return entries[path].blob if path in entries else None
 
 
 def _walk(root: Path, ignore: frozenset[str]) -> Iterator[tuple[str, str, bytes]]:

@@ -7,9 +7,8 @@ layers above check those names against `k3_backend`) and reads nothing from the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
@@ -17,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 
 from harness import globs, toml
 from harness.errors import FasttrackError
+from harness.matrix import Axes, Layout, Name, Point, PositiveInt, Prune, PrunedMatrix, as_cells, prune
 from harness.records import Cell, Digest, EvidenceClass, GateName, Record
 from harness.toml import At
 
@@ -34,9 +34,7 @@ PROTECTED_ALWAYS = (
 )  # fmt: skip
 """Judging code, its inputs and its configuration: no settings file can make these editable. `*` is the root's files."""
 
-PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
-Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9_.+-]+$")]
 Glob = Annotated[str, Field(min_length=1)]
 T = TypeVar("T")
 FILE_NAME = "harness.toml"
@@ -153,56 +151,6 @@ class Tier(Record):
         return values if values == "all" else _unique_ascending(values, "batches")
 
 
-class Layout(Record):
-    """A parallel layout. Small targets time one rank's shapes on fewer GPUs than ranks."""
-
-    tp: PositiveInt
-    dcp: PositiveInt
-    gpus: PositiveInt | None = None
-    """GPUs on which the layout's rank shapes are measured; null: one per rank."""
-
-    @property
-    def key(self) -> str:
-        """For example `tp8.dcp1` or `tp8.dcp1.gpus2`."""
-        return f"tp{self.tp}.dcp{self.dcp}" + (f".gpus{self.gpus}" if self.gpus else "")
-
-
-class Prune(Record):
-    """A stated reason to leave cells out: a cell goes when every condition that is given holds for it."""
-
-    reason: Annotated[str, Field(min_length=10)]
-    workloads: tuple[Name, ...] | None = None
-    """The cell's workload is one of these."""
-    context_above: PositiveInt | None = None
-    """Cached tokens per request are more than this."""
-    context_below: PositiveInt | None = None
-    batch_above: PositiveInt | None = None
-    drafts_above: Annotated[int, Field(ge=0, strict=True)] | None = None
-    dcp_above: PositiveInt | None = None
-    cached_tokens_above: PositiveInt | None = None
-    """batch * context / dcp, the cached tokens that one rank holds, is more than this."""
-
-    @model_validator(mode="after")
-    def _has_condition(self) -> Prune:
-        if len(self.model_fields_set) < 2:
-            raise ValueError("a prune rule without conditions removes every cell")
-        return self
-
-    def applies(self, layout: Layout, cell: Cell) -> bool:
-        """Whether the rule removes the cell."""
-        context = cell.context or 0
-        held = (
-            self.workloads is None or cell.workload in self.workloads,
-            self.context_above is None or context > self.context_above,
-            self.context_below is None or context < self.context_below,
-            self.batch_above is None or cell.batch > self.batch_above,
-            self.drafts_above is None or cell.tokens - 1 > self.drafts_above,
-            self.dcp_above is None or layout.dcp > self.dcp_above,
-            self.cached_tokens_above is None or cell.batch * context // layout.dcp > self.cached_tokens_above,
-        )
-        return all(held)
-
-
 class PerfPolicy(Record):
     """Constants of the performance decision, declared before any run."""
 
@@ -210,16 +158,6 @@ class PerfPolicy(Record):
     """Largest loss that "not slower" allows, as a fraction."""
     alpha_per_run: Fraction
     """Probability of a false accept per run, over all its candidates."""
-
-
-class PrunedMatrix(NamedTuple):
-    """A matrix after pruning, with the account of what went."""
-
-    cells: tuple[Cell, ...]
-    total: int
-    """Cells before pruning."""
-    pruned: tuple[int, ...]
-    """Per prune rule, in file order: cells that it was the first to remove."""
 
 
 @dataclass(frozen=True)
@@ -292,23 +230,22 @@ class Target(Record):
                     )
         if not self.required:
             raise At(("required",), "no gate is required; accept would mean nothing")
-        matrix = self._prune(self._product(self.batches, self.contexts, self.drafts, self.workloads))
-        for index, count in enumerate(matrix.pruned):
+        _, counts = prune(self._axes(self.batches, self.contexts).points(), self.prune)
+        for index, count in enumerate(counts):
             if not count:
                 raise At(("prune", index), "the rule removes no cell that an earlier rule left; drop it or correct it")
-        if not self._prune(self._product(self.batches, self.contexts, self.perf_drafts, self.perf_workloads)).cells:
+        if not self._perf_points(self.batches, self.contexts):
             raise At(("prune",), "the prune rules leave no cell to measure")
         return self
 
     def full_matrix(self) -> PrunedMatrix:
         """Every supported cell, all drafts and workloads included, after pruning."""
-        return self._prune(self._product(self.batches, self.contexts, self.drafts, self.workloads))
+        points, counts = prune(self._axes(self.batches, self.contexts).points(), self.prune)
+        return PrunedMatrix(self._cells(points), len(points) + sum(counts), counts)
 
     def cells(self, tier: Tier) -> tuple[Cell, ...]:
         """The cells that the perf gate measures in a tier, in `step` scope, after pruning. Never empty."""
-        return self._prune(
-            self._product(self.batches_of(tier), self.contexts_of(tier), self.perf_drafts, self.perf_workloads)
-        ).cells
+        return self._cells(self._perf_points(self.batches_of(tier), self.contexts_of(tier)))
 
     def batches_of(self, tier: Tier) -> tuple[int, ...]:
         """Batch sizes of a tier on this target."""
@@ -320,29 +257,18 @@ class Target(Record):
 
     def cost(self, tier: Tier) -> Cost:
         """What the tier's perf matrix asks for."""
-        cells = len(self.cells(tier))
+        cells = len(self._perf_points(self.batches_of(tier), self.contexts_of(tier)))
         return Cost(cells, tier.perf_blocks, cells * (3 * tier.perf_blocks + 1), tier.minutes)
 
-    def _product(
-        self, batches: tuple[int, ...], contexts: tuple[int, ...], drafts: tuple[int, ...], workloads: tuple[str, ...]
-    ) -> Iterator[tuple[Layout, Cell]]:
-        for layout, workload, draft, context, batch in product(self.layouts, workloads, drafts, contexts, batches):
-            key = layout.key if len(self.layouts) > 1 else None
-            yield (
-                layout,
-                Cell(scope="step", batch=batch, context=context, tokens=1 + draft, workload=workload, layout=key),
-            )
+    def _axes(self, batches: tuple[int, ...], contexts: tuple[int, ...]) -> Axes:
+        return Axes(self.layouts, self.workloads, self.drafts, contexts, batches)
 
-    def _prune(self, cells: Iterator[tuple[Layout, Cell]]) -> PrunedMatrix:
-        kept: list[Cell] = []
-        counts = [0] * len(self.prune)
-        for layout, cell in cells:
-            first = next((i for i, rule in enumerate(self.prune) if rule.applies(layout, cell)), None)
-            if first is None:
-                kept.append(cell)
-            else:
-                counts[first] += 1
-        return PrunedMatrix(tuple(kept), len(kept) + sum(counts), tuple(counts))
+    def _perf_points(self, batches: tuple[int, ...], contexts: tuple[int, ...]) -> list[Point]:
+        axes = Axes(self.layouts, self.perf_workloads, self.perf_drafts, contexts, batches)
+        return prune(axes.points(), self.prune)[0]
+
+    def _cells(self, points: list[Point]) -> tuple[Cell, ...]:
+        return as_cells(points, name_layout=len(self.layouts) > 1)
 
 
 class Settings(Record):
@@ -386,7 +312,7 @@ class Settings(Record):
                         ("tiers", tier.name, "batches", index),
                         f"batch {missing[0]} is not in the batches of target {target.name}",
                     )
-                if not target.cells(tier):
+                if not target.cost(tier).cells:
                     raise At(("tiers", tier.name), f"the tier has no cell on target {target.name}")
         for target in self.targets.values():
             if "audit" in target.required and target.device == "cpu" and "cpu" not in self.audit:

@@ -8,7 +8,7 @@ and whether the numbers are right.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -38,7 +38,8 @@ def run(ctx: GateContext) -> GateResult:
     changes = ctx.repo.changes(base, head)
     sizes = {e.path: e.size for e in ctx.repo.entries(head)}
     counts = ctx.repo.line_counts(base, head)
-    lines = [_change_line(change, scope, ctx.allow, sizes, counts) for change in changes]
+    doubles = _case_doubles(sizes)
+    lines = [_change_line(change, scope, ctx.allow, sizes, counts, doubles) for change in changes]
     lines += [
         {"kind": "finding", "path": change.path, **_observation(seen)}
         for change in changes
@@ -140,6 +141,7 @@ def _change_line(
     allow: tuple[str, ...],
     sizes: Mapping[str, int | None],
     counts: Mapping[str, tuple[int, int] | None],
+    doubles: Mapping[str, str],
 ) -> dict[str, Any]:
     editable = scope.is_editable(change.path)
     lines = counts.get(change.path)
@@ -153,9 +155,22 @@ def _change_line(
         "allowed": not editable and _is_allowed(change.path, allow),
         "band": _band(change.path, editable),
         "bytes": sizes.get(change.path),
-        "unsafe": unsafe_name(change.path),
+        "unsafe": unsafe_name(change.path) or doubles.get(change.path),
         "added": None if lines is None else lines[0],
         "removed": None if lines is None else lines[1],
+    }
+
+
+def _case_doubles(paths: Iterable[str]) -> dict[str, str]:
+    """Paths that are one file where names ignore case, with what is wrong about them."""
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(path.casefold(), []).append(path)
+    return {
+        path: f"differs from {_printable(other)} in case only"
+        for group in groups.values()
+        for path, other in zip(group, [*group[1:], group[0]], strict=True)
+        if len(group) > 1
     }
 
 

@@ -98,6 +98,10 @@ def _statement(
     if words[0] == "template":
         head = _after_template(head)
         words = [t.text for t in head]
+    if words and words[0] in _CONTROL and "static" in words:
+        # `if (x) static int n = 1;`: the declaration stands behind the control part, in the same statement.
+        head = head[words.index("static") :]
+        words = [t.text for t in head]
     kind = _kind(words)
     inner = {"namespace": "namespace", "type": "class"}.get(kind, "function")
     if kind == "variable" and (scope == "namespace" or "static" in words):

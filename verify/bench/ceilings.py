@@ -1,0 +1,82 @@
+"""Measure what this machine can do at most: bandwidth by working set, multiply-add and bf16 rates.
+
+The program `ceilings.cc` is trusted code, built with fixed flags and run as a process of its own. A figure is the best
+of several repetitions, because a ceiling that a disturbed moment made too low would fail honest kernels. Ceilings
+belong to one run: the floors of a measurement use those measured beside it, never older ones.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+from harness.errors import FasttrackError
+from verify.protocol.floors import Ceilings
+
+__all__ = ["measure_ceilings", "merge"]
+
+_SOURCE = Path(__file__).with_name("ceilings.cc")
+_FLAGS = ("-std=c++20", "-O3", "-march=x86-64", "-pthread", "-Wno-psabi")
+_BUILD_S = 120.0
+_RUN_S = 120.0
+
+
+def measure_ceilings(threads: int) -> Ceilings:
+    """Build and run the program with the threads that arms may use. Takes a few seconds.
+
+    Raises:
+        FasttrackError: no compiler, or the program does not run here; says which.
+    """
+    with tempfile.TemporaryDirectory(prefix="fasttrack-ceilings-") as folder:
+        program = Path(folder) / "ceilings"
+        _run(["g++", *_FLAGS, "-o", str(program), str(_SOURCE)], _BUILD_S, "a C++20 compiler (g++ 12 or later)")
+        printed = _run([str(program), str(threads)], _RUN_S, "an x86-64 CPU with AVX2 and FMA")
+    return Ceilings.from_json(json.loads(printed))
+
+
+def merge(first: Ceilings, second: Ceilings) -> Ceilings:
+    """The higher of two measurements with the same threads, figure by figure.
+
+    Raises:
+        ValueError: they were made with different threads or working sets.
+    """
+    if first.threads != second.threads or [s for s, _ in first.read] != [s for s, _ in second.read]:
+        raise ValueError("ceilings of different programs or threads cannot be merged")
+    faster = first if first.bf16_gflops >= second.bf16_gflops else second
+    tables = {
+        name: tuple(
+            (size, max(one, other))
+            for (size, one), (_, other) in zip(getattr(first, name), getattr(second, name), strict=True)
+        )
+        for name in ("read", "write", "copy")
+    }
+    return Ceilings(
+        threads=first.threads,
+        read=tables["read"],
+        write=tables["write"],
+        copy=tables["copy"],
+        fma_gflops=max(first.fma_gflops, second.fma_gflops),
+        bf16_gflops=faster.bf16_gflops,
+        bf16_unit=faster.bf16_unit,
+    )
+
+
+def _run(command: list[str], timeout_s: float, needed: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _unmeasured(command, str(error), needed) from error
+    if done.returncode:
+        raise _unmeasured(command, done.stderr.strip() or f"exit status {done.returncode}", needed)
+    return done.stdout
+
+
+def _unmeasured(command: list[str], why: str, needed: str) -> FasttrackError:
+    return FasttrackError(
+        f"ceilings of this machine cannot be measured: {why}",
+        where=Path(command[0]).name,
+        expected=needed,
+        next="fasttrack doctor",
+    )

@@ -1,0 +1,68 @@
+"""Performance gate: is the candidate faster, in which cells, by a method that it cannot bend?
+
+Measures whole decode steps and single ops of three arms (standard path, current best, candidate) and an A/A control in
+paired blocks of fresh processes, and writes one raw line per block. Decides with `verify.protocol.perf`. Cannot see:
+cells outside the plan, precision (kernels gate), or which kernels a served step uses beyond the ledger's counts (path).
+"""
+
+from __future__ import annotations
+
+import time
+
+from harness.records import EvidenceClass, GateResult
+from k3_backend.geometry import geometry
+from verify.bench.ceilings import measure_ceilings
+from verify.context import Arms, GateContext
+from verify.evaluator.arms import best_arm, candidate_arm, missing_arms, standard_arm
+from verify.gates.common import gate_guard, to_result
+from verify.gates.perf.campaign import run_campaign
+from verify.gates.perf.plan import make_plan
+from verify.gates.perf.workers import WorkerSampler
+from verify.protocol.floors import Ceilings
+from verify.protocol.perf import PROTOCOL_ID, decide
+from verify.protocol.perf_plan import Plan
+
+__all__ = ["PROTOCOL_ID", "THREADS", "run"]
+
+THREADS = 2
+"""Per arm: the cpu target is two cores."""
+
+
+@gate_guard("perf", PROTOCOL_ID)
+def run(ctx: GateContext) -> GateResult:
+    """Measure, or go on where an interrupted attempt stopped, and decide."""
+    started = time.monotonic()
+    obstacle = missing_arms("perf", ctx)
+    if obstacle is not None:
+        return to_result("perf", PROTOCOL_ID, obstacle, EvidenceClass.HARDWARE, [], time.monotonic() - started)
+    assert ctx.arms is not None
+    plan = _plan(ctx, ctx.arms)
+    if plan.arms["candidate"] != plan.arms["best"]:
+        arms = {"standard": standard_arm(), "best": best_arm(ctx), "candidate": candidate_arm(ctx)}
+        sampler = WorkerSampler(
+            arms,
+            geometry(ctx.target.geometry),
+            base_tree=ctx.base_tree,
+            run_dir=ctx.run_dir / "workers",
+            threads=THREADS,
+        )
+        run_campaign(plan, sampler, ctx.evidence, ctx.progress)
+    decision = decide(ctx.evidence.lines("perf"))
+    evidence = [ctx.evidence.ref("perf")]
+    return to_result("perf", PROTOCOL_ID, decision, EvidenceClass.HARDWARE, evidence, time.monotonic() - started)
+
+
+def _plan(ctx: GateContext, arms: Arms) -> Plan:
+    """The plan of the interrupted attempt where it still fits, with its ceilings; else a new one, written first."""
+    lines = ctx.evidence.lines("perf")
+    headers = [line for line in lines if line["kind"] == "header"]
+    if headers:
+        header = headers[-1]
+        plan = make_plan(ctx, arms, Ceilings.from_json(header["ceilings"]))
+        if all(header[name] == value for name, value in plan.header().items()):
+            return plan
+    ctx.progress("perf: measuring the ceilings of this machine")
+    ceilings = measure_ceilings(THREADS)
+    plan = make_plan(ctx, arms, ceilings)
+    ctx.evidence.append("perf", {**plan.header(), "ceilings": ceilings.record(), "threads": THREADS})
+    return plan

@@ -1,0 +1,169 @@
+"""The evaluator's side of a timed op cell: secret inputs as banks, placement, what came out, what was expected.
+
+Call i of a chain sees rows i .. i + M - 1 of each activation bank, so every call has contents of its own. Expected
+values of a sampled call are computed here with the op's reference and never leave this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from k3_backend.geometry import Geometry
+from k3_backend.ops import OPS
+from k3_backend.ops.interface import TensorSpec
+from k3_backend.ops.registry import reference
+from verify.evaluator.inputs import Case, make
+from verify.evaluator.worker import Worker
+from verify.gates.perf.compare import Left, against_reference
+from verify.protocol.perf_plan import CellPlan
+from verify.workers.contents import fill_cache, generator
+from verify.workers.shared import ITEM_BYTES, View
+
+__all__ = ["OpCell"]
+
+_OUTPUT_BYTES = 16 << 20
+"""Outputs of all windows of a chain together; a longer chain repeats its windows."""
+_MAX_WINDOWS = 256
+_PAGE = 64
+
+
+class OpCell:
+    """One op cell of one block.
+
+    Args:
+        cell: what is timed; its scope is the op.
+        geometry: the model's.
+        seed: secret of the block.
+    """
+
+    def __init__(self, cell: CellPlan, geometry: Geometry, seed: str) -> None:
+        size = cell.cell
+        self._spec = OPS[str(size["scope"])]
+        self._batch, self._tokens = int(size["batch"]), int(size["tokens"])
+        self._rows = self._batch * self._tokens
+        # Sizes and attributes stay the same in all blocks (they follow from the cell); values follow from the seed.
+        case = Case(self._spec.name, "gaussian", self._batch, self._tokens, 2, cell.key, geometry.name)
+        self._case, self._seed = case, seed
+        self._call = make(case, seed)
+        self._tensors = dict(self._call.tensors)
+        if size["context"] is not None and "kv_cache" in self._tensors and "seq_lens" in self._tensors:
+            self._set_context(int(size["context"]), geometry)
+        self._written = self._call.masks.written
+        self._banks = self._draw_banks()
+        self._windows = self._repeats = 0
+        self._views: dict[str, dict[str, View]] = {}
+        self._expected: tuple[int, Mapping[str, Any]] | None = None
+        """A sampled call and what the reference makes of it."""
+
+    def place(self, arm: str, worker: Worker, calls: int, guard: contextlib.AbstractContextManager[None]) -> None:
+        """Write the banks into the arm's buffer and bind the chain.
+
+        Args:
+            arm: name.
+            worker: its process; the buffer is empty.
+            calls: length of the chain.
+            guard: turns a worker's failure into the arm's fault.
+        """
+        each = sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self._call.outputs.values())
+        windows = max(1, min(calls, _MAX_WINDOWS, _OUTPUT_BYTES // max(each, 1)))
+        self._repeats = -(-calls // windows)
+        self._windows = windows = -(-calls // self._repeats)
+        views: dict[str, View] = {}
+        for spec in self._spec.tensors:
+            if spec.role == "output":
+                dtype, shape = self._call.outputs[spec.name]
+                views[spec.name] = worker.buffer.view(dtype, (windows, *shape))
+            elif (tensor := self._input(spec, 0, self._rows + windows - 1)) is not None:
+                views[spec.name] = worker.buffer.view(spec.dtype, tuple(tensor.shape))
+                worker.buffer.array(views[spec.name])[...] = _bits(tensor)
+        self._views[arm] = views
+        with guard:
+            worker.call(
+                "step.op_chain",
+                timeout_s=60.0,
+                op=self._spec.name,
+                tensors={t.name: _json(views.get(t.name)) for t in self._spec.tensors if t.role != "output"},
+                outputs={name: _json(views[name]) for name in self._call.outputs},
+                attrs=self._call.attrs,
+                rows=self._rows,
+                windows=windows,
+                repeats=self._repeats,
+            )
+
+    def left(self, arm: str, worker: Worker) -> Left:
+        """Outputs of all windows and the written parts of states."""
+        views = self._views[arm]
+        outputs = {name: _values(worker.buffer.array(views[name]), views[name].dtype) for name in self._call.outputs}
+        states = {}
+        for name, mask in self._written.items():
+            states[name] = _values(worker.buffer.array(views[name])[mask.numpy()], views[name].dtype)
+        return Left(outputs, states)
+
+    def reference(self, left: Left) -> Mapping[str, float]:
+        """Distance of one secret call from the reference; of the first call where the op has states.
+
+        Empty for an op without outputs, and for one with states whose windows repeat: no call's start is known then,
+        and the standard arm's chain is what speaks for it.
+        """
+        stateful = any(t.role == "state" for t in self._spec.tensors)
+        if not self._call.outputs or (stateful and self._repeats > 1):
+            return {}
+        if self._expected is None or self._expected[0] >= self._windows:
+            at = 0 if stateful else secrets.randbelow(self._windows)
+            inputs = {t.name: self._input(t, at, self._rows) for t in self._spec.tensors if t.role != "output"}
+            want = reference(self._spec.name)(inputs, self._call.attrs, dtype=torch.float32)
+            self._expected = at, {name: want[name].numpy() for name in self._call.outputs}
+        at, expected = self._expected
+        return against_reference({name: value[at] for name, value in left.outputs.items()}, expected)
+
+    def _draw_banks(self) -> dict[str, Tensor]:
+        """One activation tensor each, with rows enough for the longest chain."""
+        banked = [t for t in self._spec.tensors if t.role == "activation" and "M" in t.dims]
+        requests = -(-(self._rows + _MAX_WINDOWS - 1) // self._tokens)
+        drawn = make(replace(self._case, batch=requests), f"{self._seed}/bank").tensors
+        return {t.name: tensor for t in banked if (tensor := drawn[t.name]) is not None}
+
+    def _input(self, spec: TensorSpec, at: int, rows: int) -> Tensor | None:
+        """A tensor of the call; of a bank, rows at .. at + rows - 1."""
+        if spec.name in self._banks:
+            return self._banks[spec.name].narrow(spec.dims.index("M"), at, rows)
+        return self._tensors[spec.name]
+
+    def _set_context(self, context: int, geometry: Geometry) -> None:
+        """Every request holds exactly `context` cached tokens besides its own, on scattered pages."""
+        length = context + self._tokens
+        pages = -(-length // _PAGE)
+        rng = generator(self._seed, f"pages/{self._case.id}")
+        cache = np.zeros((1 + self._batch * pages, _PAGE, geometry.mla_row), np.uint16)
+        fill_cache(cache[1:], rng)
+        table = (rng.permutation(self._batch * pages) + 1).reshape(self._batch, pages)
+        self._tensors["kv_cache"] = torch.from_numpy(cache.view(np.int16)).view(torch.bfloat16)
+        self._tensors["block_table"] = torch.from_numpy(table.astype(np.int32))
+        self._tensors["seq_lens"] = torch.full((self._batch,), length, dtype=torch.int32)
+
+
+def _json(view: View | None) -> dict[str, Any] | None:
+    return None if view is None else view.to_json()
+
+
+def _bits(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """A tensor as the shared buffer stores it."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return tensor.contiguous().numpy()
+
+
+def _values(stored: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """A copy as f32, integers as they are."""
+    if dtype == "bf16":
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return stored.astype(np.float32) if dtype == "f32" else stored.copy()

@@ -1,0 +1,210 @@
+"""The real sampler: one sandboxed worker per arm and block, whole steps and single ops, on the evaluator's clock."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from k3_backend.geometry import Geometry
+from verify.evaluator.worker import ArmSpec, Worker, WorkerFailure
+from verify.gates.perf.compare import Left
+from verify.gates.perf.ops import OpCell
+from verify.gates.perf.sampler import ArmFault, Leg
+from verify.protocol.perf_plan import CellPlan
+from verify.workers.shared import View
+
+__all__ = ["WorkerBlock", "WorkerSampler"]
+
+BUFFER_BYTES = 1 << 30
+"""Shared buffer per arm; memory is taken when touched."""
+START_S = 120.0
+LEG_S = 60.0
+"""Deadline of a leg: honest ones take a fraction of a second."""
+_SAMPLE_ELEMENTS = 1 << 24
+
+T = TypeVar("T")
+
+
+class WorkerSampler:
+    """Starts workers.
+
+    Args:
+        arms: arm name -> what it runs; `control` is another process of `best`.
+        geometry: of the model.
+        base_tree: protected code that workers import.
+        run_dir: for logs.
+        threads: per arm.
+    """
+
+    def __init__(
+        self, arms: Mapping[str, ArmSpec], geometry: Geometry, *, base_tree: Path, run_dir: Path, threads: int
+    ) -> None:
+        self._arms = {**arms, "control": arms["best"]} if "best" in arms else dict(arms)
+        self._geometry = geometry
+        self._where: dict[str, Path] = {"base_tree": base_tree, "run_dir": run_dir}
+        self._threads = threads
+
+    @contextlib.contextmanager
+    def block(self, arms: Sequence[str], seed: str, cells: Sequence[CellPlan]) -> Iterator[WorkerBlock]:
+        """See `Sampler.block`."""
+        with contextlib.ExitStack() as stack:
+            workers = _together(arms, lambda arm: stack.enter_context(self._start(arm)))
+            yield WorkerBlock(workers, self._geometry, seed, cells)
+
+    def _start(self, arm: str) -> contextlib.AbstractContextManager[Worker]:
+        return Worker.start(self._arms[arm], **self._where, threads=self._threads, buffer_bytes=BUFFER_BYTES)
+
+
+class WorkerBlock:
+    """See `Block`."""
+
+    def __init__(self, workers: Mapping[str, Worker], geometry: Geometry, seed: str, cells: Sequence[CellPlan]) -> None:
+        self._workers = workers
+        self._geometry = geometry
+        self._seed = seed
+        self._ops: dict[str, OpCell] = {}
+        self._samples: dict[str, str] = {}
+        self._outputs: dict[str, View] = {}
+        self._clock = _Foreign(workers.values())
+        steps = [cell.cell for cell in cells if cell.is_step]
+        if steps:
+            sizes = {
+                "requests": max(int(c["batch"]) for c in steps),
+                "tokens": max(int(c["tokens"]) for c in steps),
+                "cached": max(int(c["batch"]) * (int(c["context"]) + int(c["tokens"])) for c in steps),
+            }
+            _together(list(workers), lambda arm: self._open(arm, sizes))
+
+    def prepare(self, arm: str, cell: CellPlan, calls: int) -> None:
+        """See `Block.prepare`."""
+        worker = self._workers[arm]
+        worker.buffer.reset()
+        if not cell.is_step:
+            self._op(cell).place(arm, worker, calls, self._guard(arm))
+            return
+        size = cell.cell
+        rows = int(size["batch"]) * int(size["tokens"])
+        outputs = worker.buffer.view("bf16", (calls, rows, self._geometry.hidden))
+        self._outputs[arm] = outputs
+        self._call(
+            arm,
+            "step.chain",
+            key=cell.key,
+            batch=size["batch"],
+            context=size["context"],
+            tokens=size["tokens"],
+            calls=calls,
+            outputs=outputs.to_json(),
+        )
+
+    def leg(self, arm: str, cell: CellPlan, warm: int) -> Leg:
+        """See `Block.leg`."""
+        prefix = "step." if cell.is_step else "step.op_"
+        self._call(arm, f"{prefix}reset", warm=warm if cell.is_step else 1)
+        with self._guard(arm):
+            answer, seconds = self._workers[arm].timed_call(f"{prefix}run", timeout_s=LEG_S)
+        self._call(arm, f"{prefix}finish")
+        steps = answer["steps"]
+        return Leg(round(seconds * 1e9), int(answer["ns"]), int(steps["specialized"]), int(steps["standard"]))
+
+    def left(self, arm: str, cell: CellPlan) -> Left:
+        """See `Block.left`."""
+        worker = self._workers[arm]
+        if not cell.is_step:
+            return self._op(cell).left(arm, worker)
+        sample = self._samples.setdefault(cell.key, secrets.token_hex(16))
+        mark = worker.buffer.used
+        target = worker.buffer.view("f32", (_SAMPLE_ELEMENTS,))
+        count = int(self._call(arm, "step.collect", sample=sample, target=target.to_json())["elements"])
+        state = worker.buffer.array(target)[:count].copy()
+        worker.buffer.reset(mark)
+        return Left({"hidden": bf16_values(worker.buffer.array(self._outputs[arm]))}, {"state": state})
+
+    def reference(self, cell: CellPlan, left: Left) -> Mapping[str, float]:
+        """See `Block.reference`."""
+        return {} if cell.is_step else self._op(cell).reference(left)
+
+    def foreign_share(self) -> float:
+        """See `Block.foreign_share`."""
+        return self._clock.share()
+
+    def _open(self, arm: str, sizes: Mapping[str, int]) -> None:
+        self._call(arm, "step.open", timeout_s=START_S, geometry=self._geometry.name, seed=self._seed, **sizes)
+
+    def _op(self, cell: CellPlan) -> OpCell:
+        if cell.key not in self._ops:
+            self._ops[cell.key] = OpCell(cell, self._geometry, self._seed)
+        return self._ops[cell.key]
+
+    def _call(self, arm: str, method: str, timeout_s: float = LEG_S, **params: Any) -> dict[str, Any]:
+        with self._guard(arm):
+            return self._workers[arm].call(method, timeout_s=timeout_s, **params)
+
+    def _guard(self, arm: str) -> contextlib.AbstractContextManager[None]:
+        return _as_fault(arm)
+
+
+@contextlib.contextmanager
+def _as_fault(arm: str) -> Iterator[None]:
+    try:
+        yield
+    except WorkerFailure as failure:
+        raise ArmFault(arm, failure.kind, str(failure), failure.record()) from failure
+
+
+def bf16_values(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """f32 values of a bf16 tensor given as its bits in u16; a copy."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _together(arms: Sequence[str], work: Callable[[str], T]) -> dict[str, T]:
+    """Do the same for all arms at once; starting and filling are not timed."""
+
+    def guarded(arm: str) -> T:
+        with _as_fault(arm):
+            return work(arm)
+
+    with ThreadPoolExecutor(len(arms)) as pool:
+        futures = {arm: pool.submit(guarded, arm) for arm in arms}
+    return {arm: future.result() for arm, future in futures.items()}
+
+
+class _Foreign:
+    """CPU time of the machine that neither this process nor the workers used, from the host's kernel."""
+
+    def __init__(self, workers: Iterator[Worker] | Any) -> None:
+        self._workers = list(workers)
+        self._start = self._read()
+
+    def share(self) -> float:
+        """Share of all CPU time since construction."""
+        now = self._read()
+        total, busy, own = (after - before for after, before in zip(now, self._start, strict=True))
+        return max(0.0, (busy - own) / total) if total > 0 else 0.0
+
+    def _read(self) -> tuple[float, float, float]:
+        """(all, busy, own) CPU seconds since boot."""
+        fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        tick = os.sysconf("SC_CLK_TCK")
+        idle = fields[3] + fields[4]
+        own = time.process_time() * tick + math.fsum(_ticks(task) for w in self._workers for task in w.tasks())
+        return sum(fields[:8]) / tick, (sum(fields[:8]) - idle) / tick, own / tick
+
+
+def _ticks(task: int) -> int:
+    """User and system ticks of one thread; 0 if it is gone."""
+    try:
+        text = Path(f"/proc/{task}/task/{task}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    fields = text.rsplit(")", 1)[1].split()
+    return int(fields[11]) + int(fields[12])

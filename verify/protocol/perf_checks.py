@@ -1,0 +1,171 @@
+"""Everything but the speed claims: did the arms do the work, is the clock honest, is the rig sound?
+
+Each function returns findings. `work_findings` and `floor_findings` are about the candidate and make it fail;
+`rig_findings` are about the measurement and make it inconclusive. What they see is what the raw lines hold: outputs
+were compared by the evaluator while the lines were written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verify.protocol.bounds import bounds
+from verify.protocol.decision import Finding, Line
+from verify.protocol.floors import GUARD
+from verify.protocol.perf_data import StageData
+from verify.protocol.perf_plan import CONTROL_ALPHA, Plan
+
+__all__ = [
+    "CLOCK_SHARE", "CLOCK_TOLERANCE", "TOLERANCES", "control_bounds", "fault_findings", "floor_findings",
+    "rig_findings", "work_findings",
+]  # fmt: skip
+
+TOLERANCES: Mapping[str, float] = {
+    "nonfinite": 0.0,
+    "output_row": 0.5,
+    "output_mean": 0.05,
+    "choice_rows": 0.1,
+    "state_mean": 0.05,
+    "reference_row": 0.1,
+    "reference_mean": 0.02,
+}
+"""Largest difference from the standard arm's chain, and from the reference, per check. They catch work that was not
+done: the output of a skipped or repeated call has nothing in common with the expected one (row error about 1.4), while
+rounding moves a row by hundredths and a routing near-tie that falls the other way by tenths. Precision is judged by the
+kernels gate on the same artifact digests."""
+
+CLOCK_TOLERANCE = 0.03
+"""Share by which the evaluator's time of a leg may exceed the worker's own: starting and answering."""
+CLOCK_SHARE = 0.1
+"""Share of an arm's legs that may exceed it (a busy machine delays an answer now and then)."""
+_CLOCK_SLACK_NS = 50_000.0
+"""By how much a worker's time may exceed the evaluator's: nothing, but for the resolution of two readings."""
+
+_OWN_ARM = "candidate"
+
+
+def fault_findings(plan: Plan, lines: Iterable[Line], *, candidate: bool) -> Iterator[Finding]:
+    """Crashes, timeouts and errors: of the candidate's process, or of the others'."""
+    for line in lines:
+        if line.get("kind") != "fault" or (line["arm"] == _OWN_ARM) != candidate:
+            continue
+        where = f"block {line['stage']}/{line['block']}, arm {line['arm']}, {line['cell'] or 'start'}"
+        code = f"perf.{line['code']}" if candidate else "perf.rig_fault"
+        expected = "the call returns within its deadline and the process lives on"
+        yield Finding(code, line["message"], where, expected, plan.command)
+
+
+def work_findings(plan: Plan, lines: Iterable[Line]) -> Iterator[Finding]:
+    """Timed outputs or states of the candidate that are wrong, and timed steps that took the standard path."""
+    for where, arm, cell in _arm_cells(lines):
+        if arm != _OWN_ARM:
+            continue
+        for name, value in _exceeding(cell["checks"][arm]):
+            message = f"outputs of the timed calls are wrong: {name} is {value:.3g}"
+            expected = f"{name} at most {TOLERANCES[name]:g} against the standard arm and the reference"
+            yield Finding("perf.output_mismatch", message, where, expected, plan.command)
+        standard = cell["paths"][arm]["standard"]
+        if standard:
+            message = f"{standard} timed calls took the standard path"
+            yield Finding("perf.fallback", message, where, "every timed call on the specialised path", plan.command)
+
+
+def floor_findings(plan: Plan, data: StageData) -> Iterator[Finding]:
+    """Legs of the candidate that are faster than the machine."""
+    fastest = data.legs[_OWN_ARM].min(axis=(0, 2, 3)) if data.blocks else ()
+    for cell, found in zip(plan.cells, fastest, strict=False):
+        if cell.floor_ns is not None and found < cell.floor_ns * (1 - GUARD):
+            message = f"a call took {found / 1e3:.2f} µs; moving and computing what it must takes {cell.floor_note}"
+            expected = f"at least {cell.floor_ns * (1 - GUARD) / 1e3:.2f} µs (floor less {GUARD:.0%})"
+            yield Finding("perf.below_floor", message, cell.key, expected, plan.command)
+
+
+def rig_findings(plan: Plan, data: StageData, lines: Sequence[Line]) -> Iterator[Finding]:
+    """Reasons not to trust this stage's numbers, whatever they say."""
+    yield from _missing_floors(plan)
+    if not data.blocks:
+        return
+    for where, arm, cell in _arm_cells(lines):
+        if arm != _OWN_ARM and (wrong := list(_exceeding(cell["checks"].get(arm, {})))):
+            name, value = wrong[0]
+            message = f"arm {arm} differs from the standard arm: {name} is {value:.3g}"
+            expected = f"{name} at most {TOLERANCES[name]:g} for an arm that was accepted before"
+            yield Finding("perf.baseline_mismatch", message, where, expected, plan.command)
+    yield from _broken_floors(plan, data)
+    yield from _clock(plan, data)
+    if data.stage.control:
+        yield from _control(plan, data)
+
+
+def control_bounds(data: StageData) -> tuple[float, float, float]:
+    """A/A over all cells: (mean log ratio, lower, upper), at CONTROL_ALPHA / 2 per side."""
+    pooled = bounds(data.values("best", "control").mean(axis=0, keepdims=True), CONTROL_ALPHA / 4)
+    return float(pooled.mean[0]), float(pooled.low[0]), float(pooled.high[0])
+
+
+def _arm_cells(lines: Iterable[Line]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """(where, arm, cell record) of every measured cell of every block, specialised arms only."""
+    for line in lines:
+        if line.get("kind") != "block":
+            continue
+        for cell in line["cells"]:
+            for arm in cell["paths"]:
+                yield f"{cell['key']}, block {line['stage']}/{line['block']}", arm, cell
+
+
+def _exceeding(checks: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """Checks beyond their tolerance. A missing check is not a passed one: every arm's chain is compared."""
+    if "output_row" not in checks:
+        yield "output_row", float("inf")
+    for name, value in checks.items():
+        if not value <= TOLERANCES[name]:
+            yield name, value
+
+
+def _missing_floors(plan: Plan) -> Iterator[Finding]:
+    for cell in plan.cells:
+        if cell.floor_ns is None:
+            message = f"no physical floor: {cell.floor_note}"
+            expected = "ceilings measured in the same run"
+            yield Finding("perf.floor_missing", message, cell.key, expected, plan.command)
+
+
+def _broken_floors(plan: Plan, data: StageData) -> Iterator[Finding]:
+    """A trusted arm below the floor shows that the floor is wrong."""
+    fastest = data.legs["standard"].min(axis=(0, 2, 3))
+    for cell, found in zip(plan.cells, fastest, strict=True):
+        if cell.floor_ns is not None and found < cell.floor_ns * (1 - GUARD):
+            message = f"the standard arm took {found / 1e3:.2f} µs, below the floor of {cell.floor_ns / 1e3:.2f} µs"
+            yield Finding("perf.floor_wrong", message, cell.key, "a floor that trusted code respects", plan.command)
+
+
+def _clock(plan: Plan, data: StageData) -> Iterator[Finding]:
+    for arm, times in data.legs.items():
+        own = data.worker_legs[arm]
+        if (own > times * (1 + 1e-3) + _CLOCK_SLACK_NS).any():
+            message = f"arm {arm} reports more time than passed on the evaluator's clock"
+            yield Finding("perf.clock_forged", message, f"arm {arm}", "one clock for both processes", plan.command)
+        share = float((times > own * (1 + CLOCK_TOLERANCE)).mean())
+        if share > CLOCK_SHARE:
+            message = (
+                f"in {share:.0%} of the legs of arm {arm} the two clocks differ by more than {CLOCK_TOLERANCE:.0%}"
+            )
+            expected = f"at most {CLOCK_SHARE:.0%} of the legs (a quieter machine)"
+            yield Finding("perf.clock_disagrees", message, f"arm {arm}", expected, plan.command)
+
+
+def _control(plan: Plan, data: StageData) -> Iterator[Finding]:
+    """The current best against itself, in total and per cell, each with half of the control's error."""
+    mean, low, high = control_bounds(data)
+    if low > 0 or high < 0 or abs(mean) > plan.margin:
+        message = f"the current best reads {np.exp(mean):.4f} against itself ({np.exp(low):.4f}–{np.exp(high):.4f})"
+        expected = f"1.00 inside the interval and within {plan.band:.1%}"
+        yield Finding("perf.control", message, "all cells", expected, plan.command)
+    cells = bounds(data.values("best", "control"), CONTROL_ALPHA / (4 * len(plan.cells)))
+    for at in np.flatnonzero((cells.low > 0) | (cells.high < 0)):
+        ratio, lower, upper = (float(np.exp(value[at])) for value in (cells.mean, cells.low, cells.high))
+        message = f"the current best reads {ratio:.4f} against itself ({lower:.4f}–{upper:.4f})"
+        yield Finding("perf.control", message, plan.keys[at], "1.00 inside the interval", plan.command)

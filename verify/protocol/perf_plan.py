@@ -1,0 +1,248 @@
+"""What a performance measurement must consist of: cells and their claims, stages and their error budget, leg order.
+
+The plan is written before the first block and read back from the raw header. It holds no measurements. Constants of the
+method are here and not in the header: they are part of the protocol id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, Literal, cast
+
+__all__ = [
+    "ARMS", "CONTROL_ALPHA", "MIN_LEG_NS", "PROTOCOL_ID", "SWEEPS", "CellPlan", "Claim", "Plan", "PlanError", "Stage",
+    "block_order", "leg_order", "plan_stages", "seed_digest",
+]  # fmt: skip
+
+PROTOCOL_ID = "perf/1"
+
+ARMS = ("standard", "best", "candidate", "control")
+"""`control` is a second process of the current best, entered as if it were a candidate."""
+
+MIN_LEG_NS = 50_000_000
+"""Least duration of a timed leg on the evaluator's clock: starting and answering cost 0.1 ms, clock ticks nothing."""
+
+SWEEPS = 2
+"""Visits of every cell per block, seconds apart, so that a short disturbance hits one of them only."""
+
+CONTROL_ALPHA = 0.01
+"""Probability that a sound rig is called unsound by its A/A control, over all cells."""
+
+Rule = Literal["faster", "not_slower"]
+Baseline = Literal["standard", "best"]
+
+
+class PlanError(ValueError):
+    """The header does not describe a measurement that could pass; the message says which rule it breaks."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What must hold in a cell."""
+
+    against: Baseline
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """One cell."""
+
+    key: str
+    cell: Mapping[str, Any]
+    """Fields of `harness.records.Cell`."""
+    claims: tuple[Claim, ...]
+    floor_ns: float | None
+    """Least time of one call; null where it could not be computed."""
+    floor_note: str
+    """What bounds it, or why there is none."""
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a whole decode step."""
+        return bool(self.cell["scope"] == "step")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A series of blocks that decides on its own; all stages must agree."""
+
+    name: str
+    blocks: int
+    alpha: float
+    """Level of every test of this stage."""
+    control: bool
+    """Whether the control arm takes part."""
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Arms of its blocks."""
+        return ARMS if self.control else ARMS[:3]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole measurement."""
+
+    target: str
+    tier: str
+    arms: Mapping[str, Any]
+    """Arm -> digests of what it runs."""
+    band: float
+    """Largest loss that "not slower" allows, as a fraction."""
+    alpha_per_run: float
+    candidates: int
+    """Over how many candidates the run spends its error budget."""
+    stages: tuple[Stage, ...]
+    cells: tuple[CellPlan, ...]
+    gain_cells: tuple[str, ...]
+    """Cells of which at least one must be faster than the best; empty where claims name the cells."""
+    command: str
+    """Measures again."""
+
+    @property
+    def margin(self) -> float:
+        """The band as a log ratio."""
+        return math.log1p(self.band)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Cell keys in plan order."""
+        return tuple(cell.key for cell in self.cells)
+
+    def header(self) -> dict[str, Any]:
+        """The plan's part of the raw header line."""
+        return {
+            "kind": "header",
+            "gate": "perf",
+            "protocol": PROTOCOL_ID,
+            **{name: getattr(self, name) for name in _SCALARS},
+            "arms": dict(self.arms),
+            "stages": [asdict(stage) for stage in self.stages],
+            "cells": [
+                {**asdict(cell), "cell": dict(cell.cell), "claims": [asdict(claim) for claim in cell.claims]}
+                for cell in self.cells
+            ],
+            "gain_cells": list(self.gain_cells),
+        }
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any]) -> Plan:
+        """Read and check a header.
+
+        Raises:
+            PlanError: a field is missing or malformed, or the plan could not control its error.
+        """
+        if header.get("protocol") != PROTOCOL_ID:
+            raise PlanError(f"the header names protocol {header.get('protocol')!r}; this code implements {PROTOCOL_ID}")
+        try:
+            plan = cls(
+                **{name: header[name] for name in _SCALARS},
+                arms=header["arms"],
+                stages=tuple(Stage(**stage) for stage in header["stages"]),
+                cells=tuple(_cell(cell) for cell in header["cells"]),
+                gain_cells=tuple(header["gain_cells"]),
+            )
+            plan.check()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"the header is malformed ({type(error).__name__}: {error})") from error
+        return plan
+
+    def check(self) -> None:
+        """Check that a complete measurement of this plan controls what it claims.
+
+        Raises:
+            PlanError: names the rule.
+        """
+        spent = math.prod(stage.alpha for stage in self.stages)
+        budget = self.alpha_per_run / self.candidates
+        rules = (
+            (self.cells and len(set(self.keys)) == len(self.cells), "it has cells, each once"),
+            (all(cell.claims for cell in self.cells), "every cell has a claim"),
+            (set(self.gain_cells) <= set(self.keys), "gain cells are cells"),
+            (self.stages and self.stages[0].control, "its first stage carries the A/A control"),
+            (
+                all(stage.blocks >= 2 and 0 < stage.alpha <= 0.5 for stage in self.stages),
+                "stages have 2 blocks or more",
+            ),
+            (len({stage.name for stage in self.stages}) == len(self.stages), "stages have different names"),
+            (self.candidates >= 1 and 0 < self.alpha_per_run <= 0.1, "the error budget is positive and at most 0.1"),
+            (spent <= budget * (1 + 1e-9), f"stage levels multiply to {spent:.2g}, at most {budget:.2g}"),
+            (0 <= self.band <= 0.1, "the band is a fraction between 0 and 0.1"),
+            (self._claims_gain(), "something must be faster than the current best"),
+            (set(self.arms) == {"standard", "best", "candidate"}, "the arms are standard, best and candidate"),
+        )
+        for holds, rule in rules:
+            if not holds:
+                raise PlanError(f"the plan breaks the rule: {rule}")
+
+    def _claims_gain(self) -> bool:
+        gains = any(claim == Claim("best", "faster") for cell in self.cells for claim in cell.claims)
+        return bool(self.gain_cells) or gains
+
+
+_SCALARS = ("target", "tier", "band", "alpha_per_run", "candidates", "command")
+
+
+def _cell(data: Mapping[str, Any]) -> CellPlan:
+    claims = tuple(Claim(cast(Baseline, c["against"]), cast(Rule, c["rule"])) for c in data["claims"])
+    for claim in claims:
+        if claim.against not in ("standard", "best") or claim.rule not in ("faster", "not_slower"):
+            raise PlanError(f"cell {data['key']}: unknown claim {claim}")
+    floor_ns = data["floor_ns"]
+    if floor_ns is not None and not float(floor_ns) > 0:
+        raise PlanError(f"cell {data['key']}: floor of {floor_ns} ns")
+    return CellPlan(str(data["key"]), data["cell"], claims, floor_ns, str(data["floor_note"]))
+
+
+def plan_stages(blocks: int, alpha_per_run: float, candidates: int) -> tuple[Stage, ...]:
+    """Split a tier's blocks into stages whose levels multiply to the candidate's share of the run's error budget.
+
+    From four blocks on: a search stage and a confirmation stage of equal level, with fresh processes, seeds and order.
+    A candidate that fails the search costs half, a lucky one has to be lucky twice, and each level is far enough from
+    the tail that a t quantile describes it.
+
+    Raises:
+        PlanError: fewer than two blocks.
+    """
+    if blocks < 2:
+        raise PlanError(f"{blocks} perf blocks; a bound needs at least 2")
+    share = alpha_per_run / candidates
+    if blocks < 4:
+        return (Stage("search", blocks, share, control=True),)
+    level = math.sqrt(share)
+    return (
+        Stage("search", blocks // 2, level, control=True),
+        Stage("confirm", blocks - blocks // 2, level, control=False),
+    )
+
+
+def seed_digest(seed: str) -> str:
+    """What the `begin` line of a block commits to before the block runs."""
+    return hashlib.sha256(seed.encode()).hexdigest()
+
+
+@lru_cache(maxsize=4096)
+def block_order(seed: str, keys: tuple[str, ...], sweep: int) -> tuple[str, ...]:
+    """Order in which a sweep visits the cells."""
+    return tuple(sorted(keys, key=lambda key: _draw(seed, f"cells/{sweep}", key)))
+
+
+@lru_cache(maxsize=1 << 16)
+def leg_order(seed: str, key: str, sweep: int, arms: tuple[str, ...]) -> tuple[str, ...]:
+    """Order of the legs of one visit: a palindrome, so that linear drift cancels in every pair of arms.
+
+    The arms in secret order, then the standard arm once in the middle of the first sweep (its distance is large, one
+    leg is enough), then the same arms backwards.
+    """
+    outer = sorted((arm for arm in arms if arm != "standard"), key=lambda arm: _draw(seed, f"{key}/{sweep}", arm))
+    middle = ["standard"] if sweep == 0 and "standard" in arms else []
+    return (*outer, *middle, *reversed(outer))
+
+
+def _draw(seed: str, what: str, item: str) -> bytes:
+    return hashlib.sha256(f"{seed}/{what}/{item}".encode()).digest()

@@ -1,0 +1,186 @@
+"""Methods that time single ops: a chain of calls over windows of a bank of inputs, one native replay for all of them.
+
+Call i of a chain reads rows i .. i + M - 1 of each activation's bank and writes outputs of its own, so no call repeats
+another's contents and none of them leaves the caches that a real step would find its activations in. States evolve from
+call to call. The evaluator fills the banks and compares outputs and states; nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3_backend.aot.cpu.launch import LaunchList, Pool
+from k3_backend.ops import OPS
+from k3_backend.ops.interface import TensorSpec
+from k3_backend.ops.registry import standard
+from k3_backend.step.run import DecodeBackend
+from verify.workers.arm import kernels
+from verify.workers.main import Method, Session
+from verify.workers.op_methods import as_tensor
+
+__all__ = ["METHODS", "poison_scratch"]
+
+_AREA = "op_chain"
+
+
+@dataclass
+class _OpChain:
+    op: str
+    pool: Pool | None
+    states: dict[str, Tensor]
+    start: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    """Name -> [calls, *shape]."""
+    calls: list[dict[str, Tensor | None]]
+    attrs: Mapping[str, int | float]
+    launches: LaunchList | None = None
+    repeats: int = 1
+    kept: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def chain(
+    session: Session,
+    *,
+    op: str,
+    tensors: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    attrs: Mapping[str, int | float],
+    rows: int,
+    windows: int,
+    repeats: int,
+) -> dict[str, Any]:
+    """Bind a chain.
+
+    Args:
+        session: the worker's.
+        op: op name.
+        tensors: view by name, null for an absent optional one. A tensor with role activation whose size along M is
+            `rows + windows - 1` is a bank; call i gets rows i .. i + rows - 1. All others are shared by all calls.
+        outputs: view by name, [windows, *shape].
+        attrs: attributes by name.
+        rows: M.
+        windows: different calls.
+        repeats: how often the series of calls is run.
+
+    Returns:
+        `refused`: why no planner would launch this, else null.
+    """
+    torch.set_num_threads(session.threads)
+    _forget(session)
+    spec = OPS[op]
+    bound = {name: as_tensor(session, view) for name, view in tensors.items()}
+    results = {name: as_tensor(session, view) for name, view in outputs.items()}
+    states = {t.name: bound[t.name] for t in spec.tensors if t.role == "state"}
+    calls = [
+        {**{t.name: _window(t, bound[t.name], rows, at) for t in spec.tensors if t.role != "output"}}
+        for at in range(windows)
+    ]
+    start = {name: state.clone() for name, state in states.items()}
+    made = _OpChain(op, None, states, start, results, calls, dict(attrs), repeats=repeats)
+    if session.kind == "specialized":
+        loaded = kernels(session)[op]
+        if loaded.choose(rows) is None:
+            return {"refused": f"no schedule bucket for {rows} rows"}
+        made.pool = kernels(session).runtime.pool(session.threads)
+        made.launches = LaunchList(made.pool)
+        for at, arguments in enumerate(calls):
+            own = {name: result[at] for name, result in results.items()}
+            made.launches.add(loaded, {**arguments, **own}, attrs, rows=rows)
+    session.areas[_AREA] = made
+    return {"refused": None}
+
+
+def reset(session: Session, *, warm: int) -> dict[str, Any]:
+    """Run the series untimed, then go back to the start states; poison outputs and scratch."""
+    made = _made(session)
+    for _ in range(warm):
+        _series(made)
+    made.kept.clear()
+    for name, state in made.states.items():
+        state.copy_(made.start[name])
+    for result in made.outputs.values():
+        result.view(torch.uint8).fill_(0xFF)
+    if made.pool is not None:
+        made.pool.scratch[:] = 0xFF
+    return {}
+
+
+def run(session: Session) -> dict[str, Any]:
+    """Run the chain once: `ns` on this process's clock, and the calls by path."""
+    made = _made(session)
+    with torch.inference_mode():
+        start = time.perf_counter_ns()
+        for _ in range(made.repeats):
+            _series(made)
+        elapsed = time.perf_counter_ns() - start
+    count = made.repeats * len(made.calls)
+    path = "standard" if made.launches is None else "specialized"
+    return {"ns": elapsed, "steps": {"specialized": 0, "standard": 0, path: count}}
+
+
+def finish(session: Session) -> dict[str, Any]:
+    """Copy results that the timed call left in private memory to the shared buffer."""
+    made = _made(session)
+    for at, results in enumerate(made.kept):
+        for name, value in results.items():
+            made.outputs[name][at].copy_(value)
+    return {}
+
+
+def release(session: Session) -> dict[str, Any]:
+    """Forget the chain, so that the evaluator may place other tensors at its addresses."""
+    _forget(session)
+    return {}
+
+
+def poison_scratch(backend: DecodeBackend) -> None:
+    """Fill the launch scratch with bytes that are NaN in every float format: nothing in it may matter to a call."""
+    if backend.pool is not None:
+        backend.pool.scratch[:] = 0xFF
+
+
+def _series(made: _OpChain) -> None:
+    if made.launches is not None:
+        made.launches.replay()
+        return
+    function = standard(made.op)
+    made.kept = [function(arguments, made.attrs) for arguments in made.calls]
+
+
+def _window(spec: TensorSpec, tensor: Tensor | None, rows: int, at: int) -> Tensor | None:
+    """Rows at .. at + rows - 1 of a bank along M; any other tensor as it is."""
+    if tensor is None or spec.role != "activation" or "M" not in spec.dims:
+        return tensor
+    axis = spec.dims.index("M")
+    window = tensor.narrow(axis, at, rows)
+    if not window.is_contiguous():
+        raise ValueError(f"bank {spec.name}: a window along axis {axis} of {list(tensor.shape)} is not contiguous")
+    return window
+
+
+def _forget(session: Session) -> None:
+    made = session.areas.pop(_AREA, None)
+    if isinstance(made, _OpChain) and made.pool is not None:
+        made.pool.close()
+
+
+def _made(session: Session) -> _OpChain:
+    made = session.areas.get(_AREA)
+    if not isinstance(made, _OpChain):
+        raise LookupError("step.op_chain comes first")
+    return made
+
+
+METHODS: dict[str, Method] = {
+    "step.op_chain": chain,
+    "step.op_reset": reset,
+    "step.op_run": run,
+    "step.op_finish": finish,
+    "step.op_release": release,
+}

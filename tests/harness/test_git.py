@@ -335,3 +335,15 @@ def test_repository_of_another_owner_opens(repo: Repository) -> None:
         for name in (folder, *(os.path.join(folder, f) for f in files)):
             os.chown(name, 12345, 12345)
     assert Repository(repo.root).resolve("HEAD")
+
+
+def test_a_linked_worktree_has_its_own_head(repo: Repository, tmp_path: Path) -> None:
+    """In a linked worktree, results are credited to the main checkout's commit."""
+    git(repo.root, "worktree", "add", "-q", "--detach", str(tmp_path / "linked"), "HEAD")
+    git(tmp_path / "linked", "commit", "-q", "--allow-empty", "-m", "second")
+    linked = Repository(tmp_path / "linked")
+    assert linked.root == tmp_path / "linked"
+    assert linked.resolve("HEAD") != repo.resolve("HEAD")
+    linked.require_clean()
+    linked.keep("x", linked.resolve("HEAD"))
+    assert repo.kept() == {"x": linked.resolve("HEAD")}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import sandbox
+from harness import sandbox, seccomp
 from harness.errors import FasttrackError
 from harness.sandbox import Finished, Limits
 
@@ -61,7 +61,7 @@ def marker() -> str:
 
 def test_a_missing_tool_is_a_reason_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without bubblewrap, gates crash or run untrusted code unprotected."""
-    monkeypatch.setattr(sandbox, "_tool", lambda name: None if name == "bwrap" else f"/usr/bin/{name}")
+    monkeypatch.setattr(sandbox, "tool", lambda name: None if name == "bwrap" else f"/usr/bin/{name}")
     sandbox.unavailable.cache_clear()
     try:
         reason = sandbox.unavailable()
@@ -177,6 +177,31 @@ def test_it_runs_without_privileges() -> None:
 
 
 @needs_sandbox
+def test_dangerous_system_calls_are_denied() -> None:
+    """Candidate code makes namespaces of its own, traces, or reaches kernel interfaces that no kernel needs."""
+    done = python(
+        f"""
+        import ctypes, errno, os, threading
+        libc = ctypes.CDLL(None, use_errno=True)
+        for name, number in {dict(sorted(seccomp.DENIED.items()))!r}.items():
+            ctypes.set_errno(0)
+            result = libc.syscall(number, 0, 0, 0, 0, 0)
+            if (result, ctypes.get_errno()) != (-1, errno.EPERM):
+                print("open:", name, result, ctypes.get_errno())
+        print("namespace", libc.syscall(56, 0x10000011, 0, 0, 0, 0), ctypes.get_errno())
+        thread = threading.Thread(target=lambda: print("thread"))
+        thread.start()
+        thread.join()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(3)
+        print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        """
+    )
+    assert done.stdout.decode() == "namespace -1 1\nthread\nchild 3\n", done.stderr.decode()
+
+
+@needs_sandbox
 def test_memory_is_bounded() -> None:
     """A candidate or its compiler takes all memory of the machine."""
     limits = Limits(memory_bytes=256 << 20, mapped_bytes=1 << 30)
@@ -270,7 +295,7 @@ def test_it_dies_with_its_parent(marker: str) -> None:
     """A killed evaluator leaves sandboxes running."""
     code = f"""
         import sys, time
-        from harness import sandbox
+        from harness import sandbox, seccomp
         sandbox.popen(["/bin/sh", "-c", "sleep {marker}"])
         print("ready", flush=True)
         time.sleep(60)

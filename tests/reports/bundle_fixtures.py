@@ -98,7 +98,7 @@ def save_gate(sink: EvidenceSink, gate: GateName, lines: list[dict[str, Any]]) -
     """Append raw lines, decide, and store the result as a gate does."""
     sink.append_block(gate, lines)
     header = next(line for line in lines if line["kind"] == "header")
-    decision: Decision = protocols.implementation(gate, header["protocol"]).decide(lines)
+    decision: Decision = protocols.implementation(gate, header["protocol"]).decide(sink.lines(gate))
     outcome = Outcome(decision.outcome)
     kind = EvidenceClass.STATIC if gate in STATIC else EvidenceClass.HARDWARE
     result = GateResult(

@@ -200,7 +200,11 @@ def perf_lines(
     plan = perf_plan.Plan(
         target=target.name, tier=tier, band=target.perf.not_slower_band, candidates=20,
         alpha_per_run=target.perf.alpha_per_run, command="fasttrack verify --gates perf",
-        arms={"standard": {}, "best": dict.fromkeys(digests, "0" * 64), "candidate": digests},
+        arms={
+            "standard": {"geometry": target.geometry},
+            "best": {"artifacts": digests, "schedules": {"kda_decode": "0" * 64}},
+            "candidate": {"artifacts": digests, "schedules": {"kda_decode": "1" * 64}},
+        },
         stages=perf_plan.plan_stages(limits.perf_blocks, target.perf.alpha_per_run, 20),
         cells=tuple(
             perf_plan.CellPlan(cell.key, cell.model_dump(mode="json"), claims, 1000.0, "reading weights")

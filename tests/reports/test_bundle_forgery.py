@@ -13,6 +13,7 @@ import raw_lines
 from forger import Forger
 
 import reports
+from harness.errors import FasttrackError
 from reports import CheckWord
 
 
@@ -180,6 +181,35 @@ def test_raw_lines_name_the_candidate_they_are_about(accepted: Path, tmp_path: P
     lines[0]["head"] = "f" * 40
     forger.put_lines("scope", lines)
     assert codes(forger.publish(tmp_path)) == {"bundle.identity"}
+
+
+@pytest.mark.parametrize(
+    "weaken",
+    [
+        lambda header: header.update(band=0.09),
+        lambda header: header.update(candidates=1),
+        lambda header: header.update(tier="full"),
+        lambda header: header["cells"][0]["claims"].pop(0),
+        lambda header: header["cells"][0]["claims"][0].update(rule="not_slower"),
+        lambda header: header["arms"]["candidate"]["artifacts"].update(kda_decode="9" * 64),
+    ],
+)
+def test_a_weaker_performance_plan_is_refused(
+    accepted: Path, tmp_path: Path, weaken: Callable[[dict[str, Any]], None]
+) -> None:
+    """A wide band, a larger budget or a missing claim would make the same numbers pass."""
+    forger = Forger(accepted)
+    lines = forger.lines("perf")
+    weaken(lines[0])
+    forger.put_lines("perf", lines)
+    assert codes(forger.publish(tmp_path, render=False)) & {"bundle.identity", "bundle.plan"}
+
+
+def test_the_tasks_cells_have_to_be_claimed(tmp_path: Path) -> None:
+    """A task asks for strictly faster in its cells; a plan that asks for less does not answer it."""
+    cells = fixtures.SETTINGS.target("cpu").cells(fixtures.SETTINGS.tier("smoke"))[:1]
+    with pytest.raises(FasttrackError, match="does not claim"):
+        fixtures.make_bundle(tmp_path, changes={"task_cells": cells})
 
 
 def test_another_protocol_is_not_checked_rather_than_believed(accepted: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -63,6 +63,15 @@ class Site:
     """The op's attributes."""
     bindings: dict[str, str]
     """Argument name -> step buffer, batch field or state pool (`state.0`). Constants are not listed."""
+
+    @cached_property
+    def reads(self) -> tuple[tuple[str, str, int], ...]:
+        """(argument, binding, rank in the interface) of every bound tensor that the op reads, constants aside."""
+        return tuple(
+            (spec.name, self.bindings[spec.name], len(spec.dims))
+            for spec in OPS[self.op].tensors
+            if spec.role not in ("constant", "output") and spec.name in self.bindings
+        )
 
     @property
     def key(self) -> str:
@@ -245,13 +254,7 @@ def bind(
             arguments[spec.name] = None
         elif bound in buffers:
             tensor = buffers[bound]
-            if shapes is not None:
-                tensor = tensor.view(shapes[spec.name])
-            elif tensor.dim() == len(spec.dims) - 1:
-                tensor = tensor.unsqueeze(0)
-            elif tensor.dim() == len(spec.dims) + 1:
-                tensor = tensor.squeeze(0)
-            arguments[spec.name] = tensor
+            arguments[spec.name] = tensor.view(shapes[spec.name]) if shapes else _with_rank(tensor, len(spec.dims))
         elif spec.role != "output":
             raise KeyError(f"{site.key}: argument {spec.name} is bound to {bound!r}, which no earlier site produced")
     return arguments
@@ -276,10 +279,20 @@ def execute(
             binding, new values of state tensors included if the implementation returns them.
     """
     for site in program:
-        results = op(site)(bind(site, buffers, constants(site.layer, site.name)), site.attrs)
-        for name, value in results.items():
+        arguments: dict[str, Tensor | None] = dict(constants(site.layer, site.name))
+        for name, bound, rank in site.reads:
+            arguments[name] = _with_rank(buffers[bound], rank)
+        for name, value in op(site)(arguments, site.attrs).items():
             buffers[site.bindings[name]] = value
     return buffers["hidden"]
+
+
+def _with_rank(tensor: Tensor, rank: int) -> Tensor:
+    """The tensor with a leading dimension of 1 (`ranks`, `shards`) added or removed as the interface has it."""
+    difference = tensor.dim() - rank
+    if difference == 0:
+        return tensor
+    return tensor.unsqueeze(0) if difference < 0 else tensor.squeeze(0)
 
 
 def batch_fields(batch: Batch) -> dict[str, Tensor]:

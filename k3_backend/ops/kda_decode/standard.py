@@ -130,8 +130,11 @@ def _shift_conv_state(
     requests, (_, taps, width) = slot.shape[0], conv_state.shape
     flat = conv_state.view(-1, width)
     first = slot.unsqueeze(1) * taps
-    at = first + column + torch.arange(3, device=slot.device)
-    old = flat.index_select(0, at.view(-1)).view(requests, 3, width)
+    if taps == 3:  # a pool for plain decode: the window is all there is
+        old = conv_state.index_select(0, slot)
+    else:
+        at = first + column + torch.arange(3, device=slot.device)
+        old = flat.index_select(0, at.view(-1)).view(requests, 3, width)
     window = torch.cat([old, rows[..., :width]], 1)
 
     new = window[:, 1:]

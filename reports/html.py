@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def html_report(document: Document) -> str:
     )
 
 
+@lru_cache(maxsize=1)
 def _environment() -> Environment:
+    """The template engine; compiling the template takes longer than filling it."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )

@@ -10,7 +10,7 @@ from reports.html import html_report
 from reports.load import Loaded, load_bundle
 from reports.markdown import markdown_report
 
-__all__ = ["FORMATS", "Format", "render", "render_loaded"]
+__all__ = ["FORMATS", "Format", "render", "render_all"]
 
 Format = Literal["md", "html"]
 FORMATS: tuple[Format, ...] = ("md", "html")
@@ -26,10 +26,10 @@ def render(path: Path, form: Format) -> str:
     Raises:
         BundleRefusedError: the folder is not an intact bundle.
     """
-    return render_loaded(load_bundle(path), form)
+    return render_all(load_bundle(path))[form]
 
 
-def render_loaded(loaded: Loaded, form: Format) -> str:
-    """Render the report of a bundle in memory. It reads records, raw lines and the patch, never a report file."""
+def render_all(loaded: Loaded) -> dict[Format, str]:
+    """Render both reports of a bundle in memory. It reads records, raw lines and the patch, never a report file."""
     document = build_document(loaded)
-    return html_report(document) if form == "html" else markdown_report(document)
+    return {"md": markdown_report(document), "html": html_report(document)}

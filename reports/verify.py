@@ -25,7 +25,7 @@ from reports.claims import BundleCheck, CheckWord, Claim, ClaimStatus
 from reports.folder import refusal
 from reports.identity import identity_findings
 from reports.load import Loaded
-from reports.render import FORMATS, render_loaded
+from reports.render import render_all
 from reports.schema import RENDER_VERSION
 from reports.text import count
 from verify.protocol.decision import Decision
@@ -255,8 +255,8 @@ def _reports(loaded: Loaded) -> Iterator[Reason]:
         raise protocols.UnknownProtocolError(
             f"rendered by version {version}; this checkout renders version {RENDER_VERSION}"
         )
-    for form in FORMATS:
-        if render_loaded(loaded, form).encode() != loaded.files[f"report.{form}"]:
+    for form, text in render_all(loaded).items():
+        if text.encode() != loaded.files[f"report.{form}"]:
             yield refusal(
                 "report", "is not what the records render to", f"report.{form}", "the rendering of this bundle"
             )

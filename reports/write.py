@@ -24,7 +24,7 @@ from k3_backend.aot.manifest import MANIFEST_NAME
 from k3_backend.aot.manifest import Artifact as BuiltArtifact
 from reports import derive
 from reports.load import Loaded, references
-from reports.render import FORMATS, render_loaded
+from reports.render import render_all
 from reports.schema import (
     BUNDLE_VERSION,
     RENDER_VERSION,
@@ -74,22 +74,23 @@ def write_bundle(
     results, raw = _evidence(candidate_dir, files)
     for gate, lines in raw.items():
         files[f"derived/{gate}.parquet"] = derive.parquet_bytes(lines)
-    listed = tuple(_artifact(artifact, files) for artifact in artifacts)
-    bundle = Bundle(
-        **dict(context),
-        schema_version=BUNDLE_VERSION,
-        render_version=RENDER_VERSION,
-        verdict=decide(context.target.name, context.tier.name, context.target.required, results),
-        cells=context.target.cells(context.tier),
-        gates=tuple(_entry(gate, results[gate], files) for gate in GATES if gate in results),
-        artifacts=listed,
-        patch=_ref("candidate.patch", files),
-        environment=_ref("environment.json", files),
-    )
+    try:
+        bundle = Bundle(
+            **dict(context),
+            schema_version=BUNDLE_VERSION,
+            render_version=RENDER_VERSION,
+            verdict=decide(context.target.name, context.tier.name, context.target.required, results),
+            cells=context.target.cells(context.tier),
+            gates=tuple(_entry(gate, results[gate], files) for gate in GATES if gate in results),
+            artifacts=tuple(_artifact(artifact, files) for artifact in artifacts),
+            patch=_ref("candidate.patch", files),
+            environment=_ref("environment.json", files),
+        )
+    except ValidationError as error:
+        raise _unsound(error.errors()[0]["msg"], candidate_dir) from error
     files["bundle.json"] = canonical.document(bundle.model_dump(mode="json"))
     loaded = _as_read(files, results, raw)
-    for form in FORMATS:
-        files[f"report.{form}"] = render_loaded(loaded, form).encode()
+    files |= {f"report.{form}": text.encode() for form, text in render_all(loaded).items()}
     _require_sound(loaded, candidate_dir)
     entries = {path: ManifestEntry(sha256=_sha(data), size=len(data)) for path, data in sorted(files.items())}
     files["manifest.json"] = canonical.document(
@@ -191,12 +192,16 @@ def _require_sound(loaded: Loaded, candidate_dir: Path) -> None:
     if absent or not check.ok:
         first = check.reasons[0].message + f" ({check.reasons[0].where})" if check.reasons else ""
         unchecked = next((f"{claim.claim}: {claim.note}" for claim in check.claims if claim.note), "")
-        raise FasttrackError(
-            f"the bundle would not verify: {first or unchecked or 'missing ' + absent[0]}",
-            where=str(candidate_dir),
-            expected="gate results that follow from their raw lines",
-            next="keep the folder for a bug report, then verify the candidate again in a new run",
-        )
+        raise _unsound(first or unchecked or f"missing {absent[0]}", candidate_dir)
+
+
+def _unsound(why: str, candidate_dir: Path) -> FasttrackError:
+    return FasttrackError(
+        f"the bundle would not verify: {why}",
+        where=str(candidate_dir),
+        expected="gate results that follow from their raw lines",
+        next="keep the folder for a bug report, then verify the candidate again in a new run",
+    )
 
 
 def _place(out_dir: Path, stem: str, digest: str, files: dict[str, bytes]) -> Path:

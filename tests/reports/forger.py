@@ -13,7 +13,7 @@ from harness import canonical
 from harness.records import GateResult
 from reports import derive
 from reports.load import Loaded
-from reports.render import render_loaded
+from reports.render import render_all
 from reports.schema import Bundle, Environment
 
 
@@ -86,8 +86,7 @@ class Forger:
             "", "", self.files, Bundle.model_validate_json(self.files["bundle.json"]),
             Environment.model_validate_json(self.files["environment.json"]), results, raw,
         )  # fmt: skip
-        for form in ("md", "html"):
-            self.files[f"report.{form}"] = render_loaded(loaded, form).encode()
+        self.files |= {f"report.{form}": text.encode() for form, text in render_all(loaded).items()}
 
     def _references(self, bundle: dict[str, Any]) -> list[dict[str, Any]]:
         refs = [bundle["patch"], bundle["environment"], *(a["manifest"] for a in bundle["artifacts"])]

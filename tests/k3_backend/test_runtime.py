@@ -372,6 +372,25 @@ def test_closed_pool_raises(built: Artifact, kernel: LoadedOp) -> None:
         kernel(pool, _tensors(), ATTRS, rows=4, tunables={"workers": 2, "mode": 0})
 
 
+def test_a_forked_child_neither_replays_nor_hangs(kernel: LoadedOp, built: Artifact) -> None:
+    """A child process waits forever for workers that only its parent has."""
+    pool = runtime(built.path.parent).pool(2)
+    launches = LaunchList(pool)
+    launches.add(kernel, _tensors(), ATTRS, rows=4, tunables={"workers": 2, "mode": 0})
+    launches.replay()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            launches.replay()
+        except BackendError as error:
+            status = 0 if "not in its fork" in str(error) else 2
+        pool.close()
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    launches.replay()
+
+
 def test_two_threads_take_turns(kernel: LoadedOp, pool: Pool) -> None:
     """Two Python threads replay on one pool at once and corrupt each other's regions."""
 

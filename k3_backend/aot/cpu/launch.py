@@ -126,7 +126,8 @@ class Pool:
         self._library = library
         self._address: int = address
         self.context: int = library.k3_pool_context(address)
-        self.close: Callable[[], object] = weakref.finalize(self, library.k3_pool_destroy, address)
+        self._pid = os.getpid()
+        self.close: Callable[[], object] = weakref.finalize(self, _destroy, library, address, self._pid)
         """Stop the helpers and free the scratch memory; also runs when the pool is collected. Later replays raise."""
 
     def replay(self, launches: ctypes.Array[_Launch], error: ctypes.Array[ctypes.c_char], times_ns: int | None) -> int:
@@ -135,6 +136,9 @@ class Pool:
             raise BackendError(
                 "the pool is closed", where="Pool.replay", expected="a live pool", next="make a new pool"
             )
+        if os.getpid() != self._pid:
+            what = f"the pool's workers live in process {self._pid}, not in its fork"
+            raise BackendError(what, where="Pool.replay", expected="a pool of this process", next="make a new pool")
         failed: int = self._library.k3_replay(self._address, launches, len(launches), times_ns, error, len(error))
         return failed
 
@@ -368,6 +372,12 @@ class _Context(ctypes.Structure):
         ("scratch_bytes", ctypes.c_int64),
         ("pool", ctypes.c_void_p),
     )
+
+
+def _destroy(library: ctypes.CDLL, address: int, pid: int) -> None:
+    """Stop the workers, unless this is a forked child, where they do not exist and could never be joined."""
+    if os.getpid() == pid:
+        library.k3_pool_destroy(address)
 
 
 def _scratch_of(context: int) -> tuple[int, int]:

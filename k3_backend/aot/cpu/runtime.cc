@@ -30,7 +30,9 @@
 namespace {
 
 constexpr int kMaxThreads = 256;
-constexpr int64_t kYieldAfterNs = 20'000;  // a wait this long means that the awaited thread is probably not running
+// A wait this long means that the awaited thread is probably not running. Two foreign busy processes on two cores: mean
+// replay of 72 two-worker regions 0.6 ms at 20 us, 2 ms at 100 us, 8 ms at 1 ms, 0.06 ms median for all of them.
+constexpr int64_t kYieldAfterNs = 20'000;
 constexpr int kPausesPerClock = 32;        // reading the clock costs about as much as one pause
 
 int64_t now_ns() {

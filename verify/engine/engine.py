@@ -217,7 +217,7 @@ class Engine:
             return "nonfinite"
         running.tokens.append(choice.token)
         running.logprobs.append(choice.logprob)
-        running.margins.append(choice.margin)
+        running.regrets.append(choice.regret)
         if choice.token in request.params.stop_ids and forced is None:
             return "stop"
         if len(running.tokens) < request.params.max_tokens:

@@ -66,8 +66,8 @@ class Completion:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Natural-log probability of each token under the model at temperature 1, before any mask."""
-    margins: tuple[float, ...]
-    """Logit of the best token minus the second best, at each token: how close the choice was to a tie."""
+    regrets: tuple[float, ...]
+    """Best logit minus the token's own, at each token: 0 for a greedy choice, small for one that was nearly a tie."""
     finish: FinishReason
     distribution: tuple[float, ...] = ()
     """Log probabilities of all tokens at the last position, if asked for."""
@@ -91,7 +91,7 @@ class Running:
     """Query tokens that the last step kept: selects the state slot to read."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    margins: list[float] = field(default_factory=list)
+    regrets: list[float] = field(default_factory=list)
     distribution: tuple[float, ...] = ()
     drafted: int = 0
     agreed: int = 0
@@ -112,7 +112,7 @@ class Running:
             id=self.request.id,
             tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs),
-            margins=tuple(self.margins),
+            regrets=tuple(self.regrets),
             finish=finish,
             distribution=self.distribution,
             drafted=self.drafted,

@@ -20,7 +20,8 @@ class Choice:
 
     token: int
     logprob: float
-    margin: float
+    regret: float
+    """Best logit minus this token's."""
 
 
 def gumbel_noise(seed: int, position: int, vocab: int) -> Tensor:
@@ -44,8 +45,6 @@ def choose(logits: Tensor, params: SamplingParams, position: int, forced: int | 
     """
     if not bool(torch.isfinite(logits).all()):
         return None
-    top = logits.topk(2).values
-    margin = float(top[0] - top[1])
     if forced is None:
         scores = logits
         if params.temperature > 0:
@@ -57,4 +56,4 @@ def choose(logits: Tensor, params: SamplingParams, position: int, forced: int | 
             scores = masked
         forced = int((scores == scores.max()).nonzero()[0])
     logprob = float(logits[forced] - logits.logsumexp(dim=0))
-    return Choice(forced, logprob, margin)
+    return Choice(forced, logprob, float(logits.max() - logits[forced]))

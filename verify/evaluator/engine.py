@@ -12,7 +12,7 @@ from typing import Any
 
 from verify.evaluator.worker import Worker
 
-__all__ = ["WEIGHTS_SEED", "Answer", "Ask", "EngineArm", "EngineRun", "largest_difference"]
+__all__ = ["WEIGHTS_SEED", "Answer", "Ask", "EngineArm", "EngineRun", "difference", "worst_request"]
 
 WEIGHTS_SEED = 20_260_727
 """Seed of the untrained weights that gates use; public, since weights are no secret."""
@@ -53,7 +53,7 @@ class Answer:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    margins: tuple[float, ...]
+    regrets: tuple[float, ...]
     finish: str
     distribution: tuple[float, ...]
     drafted: int
@@ -122,25 +122,35 @@ def _answer(fields: Mapping[str, Any]) -> Answer:
     answer = Answer(
         tokens=tuple(int(t) for t in fields["tokens"]),
         logprobs=tuple(float(p) for p in fields["logprobs"]),
-        margins=tuple(float(m) for m in fields["margins"]),
+        regrets=tuple(float(r) for r in fields["regrets"]),
         finish=str(fields["finish"]),
         distribution=tuple(float(p) for p in fields["distribution"]),
         drafted=int(fields["drafted"]),
         accepted=int(fields["accepted"]),
     )
-    if not len(answer.tokens) == len(answer.logprobs) == len(answer.margins):
-        raise ValueError(f"request {fields['id']}: tokens, logprobs and margins differ in length")
+    if not len(answer.tokens) == len(answer.logprobs) == len(answer.regrets):
+        raise ValueError(f"request {fields['id']}: tokens, logprobs and regrets differ in length")
     return answer
 
 
-def largest_difference(one: EngineRun, other: EngineRun) -> tuple[float, int]:
-    """Largest difference of log probabilities between two runs of the same teacher-forced requests, and how many
-    positions were compared; requests that one of the runs did not finish are left out.
+def worst_request(values: Mapping[str, Sequence[float]]) -> tuple[float, int]:
+    """Largest mean over one request's values, and how many values there are in all; (0, 0) without any.
+
+    A mean over the request, since a single token may move by half a nat when rounding tips an expert choice; the worst
+    request, since a fault may hit one of many.
     """
-    worst, positions = 0.0, 0
+    means = [sum(v) / len(v) for v in values.values() if v]
+    return max(means, default=0.0), sum(len(v) for v in values.values())
+
+
+def difference(one: EngineRun, other: EngineRun) -> tuple[float, int]:
+    """How far two runs of the same teacher-forced requests differ, in nats per token.
+
+    It is `worst_request` of absolute differences of log probabilities; requests that one run did not finish are left out.
+    """
+    values = {}
     for name in one.answers.keys() & other.answers.keys():
         a, b = one.answers[name], other.answers[name]
         if a.finish == b.finish == "length":
-            worst = max([worst, *(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True))])
-            positions += len(a.logprobs)
-    return worst, positions
+            values[name] = [abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)]
+    return worst_request(values)

@@ -3,8 +3,9 @@
 Raw lines: a header with the planned checks and their rules; one `check` line per check and arm with what was seen; an
 end line. Two kinds of rules:
 
-* numeric: the largest difference of teacher-forced log probabilities between two modes of one arm. Its tolerance is
-  earned by the standard arm, which runs the same two modes: `factor` times its own difference plus a floor;
+* numeric: how far teacher-forced log probabilities differ between two modes of one arm, as the mean absolute
+  difference of the worst request. Its tolerance is earned by the standard arm, which runs the same two modes: `factor`
+  times its own difference plus a floor;
 * exact: counts that must be equal (finished requests, fallback codes, non-finite answers), and for sampling the p-value
   of a chi-square test against the standard arm's distribution.
 
@@ -24,11 +25,12 @@ __all__ = ["CHECKS", "FACTOR", "FLOOR_NATS", "MIN_P", "PROTOCOL_ID", "chi_square
 
 PROTOCOL_ID = "features/1"
 
-FACTOR = 4.0
+FACTOR = 3.0
 """Times the standard arm's own difference between the same two modes."""
 
-FLOOR_NATS = 0.05
-"""Smallest tolerance: modes may happen to agree bit for bit in the standard arm only."""
+FLOOR_NATS = 0.15
+"""Smallest tolerance: modes may happen to agree bit for bit in the standard arm only, and one tipped expert choice
+moves a request of twelve tokens by a twentieth of a nat or two. A wrong state or row moves it by a nat."""
 
 MIN_P = 1e-4
 """False failures of the sampling test: one honest candidate in ten thousand."""
@@ -112,7 +114,7 @@ def decide(lines: Sequence[Line]) -> Decision:
                 findings.append(
                     _finding(
                         check,
-                        f"log probabilities differ by up to {seen:.3g} nats between the two modes",
+                        f"log probabilities of one request differ by {seen:.3g} nats per token between the two modes",
                         f"at most {tolerance:.3g} nats: {FACTOR:g} times the standard arm's "
                         f"{standard['difference_nats']:.3g} plus {FLOOR_NATS}",
                     )

@@ -126,7 +126,7 @@ def _completion(completion: Completion) -> dict[str, Any]:
         "id": completion.id,
         "tokens": completion.tokens,
         "logprobs": completion.logprobs,
-        "margins": completion.margins,
+        "regrets": completion.regrets,
         "finish": completion.finish,
         "distribution": completion.distribution,
         "drafted": completion.drafted,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from verify.evaluator.engine import Ask, EngineArm, EngineRun, largest_difference
+from verify.evaluator.engine import Ask, EngineArm, EngineRun, difference, worst_request
 
 __all__ = ["CHECKS", "Plan", "draw_plan"]
 
@@ -30,8 +30,8 @@ class Plan:
     """Teacher-forced requests of different lengths."""
     longest: int
     """Tokens per request that engines must hold."""
-    full: Ask
-    """One request at the target's longest context, the last `FORCED` tokens forced."""
+    full: tuple[Ask, ...]
+    """Requests at the target's longest context, the last `FORCED` tokens forced."""
     sampled: tuple[Ask, ...]
     """Requests that share a text and draw one token each, with different seeds."""
 
@@ -56,7 +56,9 @@ def draw_plan(seed: int, *, requests: int, context: int, samples: int) -> Plan:
     return Plan(
         asks=asks,
         longest=max(lengths) + FORCED,
-        full=Ask(id="full", prompt=text(context - FORCED), max_tokens=FORCED, forced=text(FORCED)),
+        full=tuple(
+            Ask(id=f"full{i}", prompt=text(context - FORCED), max_tokens=FORCED, forced=text(FORCED)) for i in range(2)
+        ),
         sampled=tuple(
             Ask(
                 id=f"s{i}", prompt=shared, max_tokens=2, forced=first, temperature=1.0,
@@ -73,10 +75,10 @@ def _plain(arm: EngineArm, plan: Plan) -> EngineRun:
 
 
 def _result(one: EngineRun, other: EngineRun, exact: list[dict[str, Any]]) -> dict[str, Any]:
-    difference, positions = largest_difference(one, other)
+    seen, positions = difference(one, other)
     bad = one.count("nonfinite") + other.count("nonfinite")
     rules = [{"what": "answers with a non-finite logit", "seen": bad, "expected": 0}, *exact]
-    return {"difference_nats": difference, "positions": positions, "exact": rules}
+    return {"difference_nats": seen, "positions": positions, "exact": rules}
 
 
 def _rule(what: str, seen: object, expected: object) -> dict[str, Any]:
@@ -117,46 +119,47 @@ def speculation(arm: EngineArm, plan: Plan) -> dict[str, Any]:
 
 
 def speculation_greedy(arm: EngineArm, plan: Plan) -> dict[str, Any]:
-    """Free greedy generation with and without n-gram drafts: where texts part, how near was a tie?"""
+    """Free greedy text with n-gram drafts, scored by plain decode: how much better would its own choice have been?"""
     free = [with_fields(ask, forced=(), max_tokens=2 * FORCED) for ask in plan.asks]
-    arm.open(tokens=plan.longest + FORCED, max_requests=len(plan.asks))
-    plain = arm.run(free)
     arm.open(tokens=plan.longest + FORCED, drafts=DRAFTS, max_requests=len(plan.asks))
     drafted = arm.run(free)
-    worst, positions = 0.0, 0
-    for name, answer in plain.answers.items():
-        other = drafted.answers[name]
-        parted = next((i for i, (a, b) in enumerate(zip(answer.tokens, other.tokens, strict=False)) if a != b), None)
-        positions += len(answer.tokens)
-        if parted is not None:
-            worst = max(worst, answer.margins[parted], other.margins[parted])
-    bad = plain.count("nonfinite") + drafted.count("nonfinite")
+    arm.open(tokens=plan.longest + FORCED, max_requests=len(plan.asks))
+    scored = arm.run(
+        [with_fields(ask, forced=drafted.answers[ask.id].tokens) for ask in free if drafted.answers[ask.id].tokens]
+    )
+    regret, positions = worst_request({name: answer.regrets for name, answer in scored.answers.items()})
     exact = [
-        _rule("answers with a non-finite logit", bad, 0),
-        _rule("requests that finished", drafted.count("length"), len(free)),
+        _rule("answers with a non-finite logit", drafted.count("nonfinite") + scored.count("nonfinite"), 0),
+        _rule("requests that finished", scored.count("length"), len(free)),
     ]
-    return {"difference_nats": worst, "positions": positions, "exact": exact}
+    return {"difference_nats": regret, "positions": positions, "exact": exact}
 
 
 def full_context(arm: EngineArm, plan: Plan) -> dict[str, Any]:
-    """The last tokens of the longest context by decode steps, and the last of them after prefilling all the others."""
-    ask = plan.full
-    longest = len(ask.prompt) + FORCED
-    arm.open(tokens=longest, max_requests=1)
-    decoded = arm.run([ask])
-    whole = with_fields(ask, prompt=(*ask.prompt, *ask.forced[:-2]), forced=ask.forced[-2:], max_tokens=2)
-    arm.open(tokens=longest, max_requests=1)
-    prefilled = arm.run([whole])
-    exact = [
-        _rule("requests that finished", decoded.count("length") + prefilled.count("length"), 2),
-        _rule("context reached", len(ask.prompt) + len(decoded.answers[ask.id].tokens), longest),
+    """The last tokens of the longest context, decoded after two different prefills: a short and a long one."""
+    longest = len(plan.full[0].prompt) + FORCED
+    half = FORCED // 2
+    later = [
+        with_fields(ask, prompt=(*ask.prompt, *ask.forced[:half]), forced=ask.forced[half:], max_tokens=FORCED - half)
+        for ask in plan.full
     ]
-    last = zip(decoded.answers[ask.id].logprobs[-2:], prefilled.answers[ask.id].logprobs, strict=False)
-    return {
-        "difference_nats": max((abs(a - b) for a, b in last), default=float(longest)),
-        "positions": 2,
-        "exact": exact,
-    }
+    arm.open(tokens=longest, max_requests=len(plan.full), max_step_tokens=1024)
+    early_run = arm.run(plan.full)
+    arm.open(tokens=longest, max_requests=len(plan.full), max_step_tokens=1024)
+    later_run = arm.run(later)
+    exact = [
+        _rule("requests that finished", early_run.count("length") + later_run.count("length"), 2 * len(plan.full)),
+        _rule("answers with a non-finite logit", early_run.count("nonfinite") + later_run.count("nonfinite"), 0),
+    ]
+    seen, positions = worst_request(
+        {
+            ask.id: [abs(a - b) for a, b in zip(
+                early_run.answers[ask.id].logprobs[half:], later_run.answers[ask.id].logprobs, strict=False
+            )]
+            for ask in plan.full
+        }
+    )  # fmt: skip
+    return {"difference_nats": seen, "positions": positions, "exact": exact}
 
 
 def slot_reuse(arm: EngineArm, plan: Plan) -> dict[str, Any]:

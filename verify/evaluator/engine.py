@@ -146,7 +146,7 @@ def worst_request(values: Mapping[str, Sequence[float]]) -> tuple[float, int]:
 def difference(one: EngineRun, other: EngineRun) -> tuple[float, int]:
     """How far two runs of the same teacher-forced requests differ, in nats per token.
 
-    It is `worst_request` of absolute differences of log probabilities; requests that one run did not finish are left out.
+    It is `worst_request` of absolute differences of log probabilities; requests one run did not finish are left out.
     """
     values = {}
     for name in one.answers.keys() & other.answers.keys():

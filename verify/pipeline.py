@@ -142,8 +142,7 @@ def verify(job: Job) -> Verification:
         if result.outcome is Outcome.FAILED:
             break
     verdict = decide(job.target.name, job.tier.name, dict(job.target.required), results)
-    artifacts = tuple(context.arms.candidate.values()) if context.arms else ()
-    return Verification(context.candidate, results, verdict, time.monotonic() - started, artifacts)
+    return Verification(context.candidate, results, verdict, time.monotonic() - started, context.built)
 
 
 def _selected(job: Job) -> Sequence[GateName]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import typer
 from typer.main import get_command
 
-from fasttrack.commands import audit, bench, build, bundle, catalogue, doctor, evals, optimize, runs, verify
+from fasttrack.commands import audit, bench, build, bundle, catalogue, doctor, optimize, runs, verify
 from fasttrack.console import report_problem
 from harness.errors import FasttrackError
 from k3_backend.errors import BackendError
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (doctor, catalogue, optimize, verify, build, audit, bench, evals, runs, bundle):
+for module in (doctor, catalogue, optimize, verify, build, audit, bench, runs, bundle):
     module.register(app)
 
 

@@ -13,8 +13,8 @@ model's output with `model.norm` applied.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -64,14 +64,16 @@ class Site:
     bindings: dict[str, str]
     """Argument name -> step buffer, batch field or state pool (`state.0`). Constants are not listed."""
 
-    @cached_property
-    def reads(self) -> tuple[tuple[str, str, int], ...]:
-        """(argument, binding, rank in the interface) of every bound tensor that the op reads, constants aside."""
-        return tuple(
+    reads: tuple[tuple[str, str, int], ...] = field(init=False, repr=False)
+    """(argument, binding, rank in the interface) of every bound tensor that the op reads, constants aside."""
+
+    def __post_init__(self) -> None:
+        reads = tuple(
             (spec.name, self.bindings[spec.name], len(spec.dims))
             for spec in OPS[self.op].tensors
             if spec.role not in ("constant", "output") and spec.name in self.bindings
         )
+        object.__setattr__(self, "reads", reads)
 
     @property
     def key(self) -> str:

@@ -7,7 +7,7 @@ refused step falls back to. Both update the state pools in place. Sampling and s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,9 +18,12 @@ from k3_backend.model.mixed import MixedBatch
 from k3_backend.model.program import OpFunction, Site, batch_fields, decode_program, execute
 from k3_backend.model.state import DecodeState
 from k3_backend.model.weights import ModelWeights
+from k3_backend.ops import OPS
 from k3_backend.ops.registry import standard
 
-__all__ = ["decode", "forward", "logits"]
+__all__ = ["decode", "decode_step", "forward", "logits"]
+
+_STANDARD: Mapping[str, OpFunction] = {op: standard(op) for op in OPS}
 
 
 def decode(weights: ModelWeights, state: DecodeState, batch: Batch) -> Tensor:
@@ -44,7 +47,26 @@ def decode(weights: ModelWeights, state: DecodeState, batch: Batch) -> Tensor:
             f"{batch.decode.count(False)} prefill chunks; expected a pure decode batch of one query length; "
             "next: call forward"
         )
-    return _run(weights, state, batch, tokens, lambda site: standard(site.op))
+    program = decode_program(weights.geometry, tokens, weights.expert_format)
+    return decode_step(weights, program, batch.token_ids, {**batch_fields(batch), **state.tensors()})
+
+
+def decode_step(
+    weights: ModelWeights, program: tuple[Site, ...], token_ids: Tensor, memory: Mapping[str, Tensor]
+) -> Tensor:
+    """`decode` without the host's checks: what an arm that uses torch.compile compiles, in one graph.
+
+    Args:
+        weights: the model.
+        program: `decode_program` of the model, the step's T and the expert format.
+        token_ids: [N] i64.
+        memory: batch fields and state pools by binding name (`batch_fields`, `DecodeState.tensors`); pools are
+            updated in place.
+
+    Returns:
+        hidden [N, D] bf16.
+    """
+    return _run(weights, program, token_ids, memory, _standard_of)
 
 
 def forward(weights: ModelWeights, state: DecodeState, batch: Batch) -> Tensor:
@@ -65,7 +87,9 @@ def forward(weights: ModelWeights, state: DecodeState, batch: Batch) -> Tensor:
         return decode(weights, state, batch)
     mixed = MixedBatch(batch)
     mixers: dict[str, OpFunction] = {"kda_decode": mixed.kda_decode, "mla_decode": mixed.mla_decode}
-    return _run(weights, state, batch, 1, lambda site: mixers.get(site.op) or standard(site.op))
+    program = decode_program(weights.geometry, 1, weights.expert_format)
+    memory = {**batch_fields(batch), **state.tensors()}
+    return _run(weights, program, batch.token_ids, memory, lambda site: mixers.get(site.op) or _standard_of(site))
 
 
 def logits(weights: ModelWeights, hidden: Tensor) -> Tensor:
@@ -73,14 +97,21 @@ def logits(weights: ModelWeights, hidden: Tensor) -> Tensor:
     return functional.linear(hidden, weights.lm_head).float()
 
 
+def _standard_of(site: Site) -> OpFunction:
+    return _STANDARD[site.op]
+
+
 def _run(
-    weights: ModelWeights, state: DecodeState, batch: Batch, tokens: int, op: Callable[[Site], OpFunction]
+    weights: ModelWeights,
+    program: tuple[Site, ...],
+    token_ids: Tensor,
+    memory: Mapping[str, Tensor],
+    op: Callable[[Site], OpFunction],
 ) -> Tensor:
     g = weights.geometry
     buffers = {
-        "prefix": functional.embedding(batch.token_ids, weights.embed),
-        "blocks": torch.empty(batch.rows, g.attn_res_blocks, g.hidden, dtype=torch.bfloat16),
-        **batch_fields(batch),
-        **state.tensors(),
+        "prefix": functional.embedding(token_ids, weights.embed),
+        "blocks": torch.empty(token_ids.shape[0], g.attn_res_blocks, g.hidden, dtype=torch.bfloat16),
+        **memory,
     }
-    return execute(decode_program(g, tokens, weights.expert_format), op, weights.constants, buffers)
+    return execute(program, op, weights.constants, buffers)

@@ -40,8 +40,8 @@ def _insert(flat: Tensor, target: Tensor, new: Tensor) -> None:
     written = target >= 0
     if not holds_for_all(written):
         # Rows without a target repeat the write of one that has a target, or rewrite row 0 with what it holds.
-        some = written.to(torch.int32).argmax()
-        stand_in = torch.where(written[some], new[some], flat[0])
+        some = written.to(torch.int32).argmax(0, keepdim=True)
+        stand_in = torch.where(written[some].unsqueeze(1), new[some], flat[:1])
         new = torch.where(written.unsqueeze(1), new, stand_in)
         target = torch.where(written, target, target[some].clamp(min=0))
     flat.index_copy_(0, target, new)

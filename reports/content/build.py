@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.records import GATES, Outcome, VerdictWord
-from reports.content.gates import gate_section
+from reports.content.gates import gate_section, why_not_run
 from reports.content.glossary import glossary_section
 from reports.content.model import evals_blocks, features_blocks
 from reports.content.numerics import kernels_blocks
@@ -56,8 +56,10 @@ def _sentence(loaded: Loaded) -> str:
     if verdict.word is VerdictWord.REJECT:
         first = loaded.results[verdict.failed[0]].reasons[0]
         return f"Gate {verdict.failed[0]} failed at {first.where}: {first.message}."
-    missing = sorted({reason.code.partition(".")[0] for reason in verdict.unmet} & set(GATES)) or ["a required gate"]
-    return f"No gate failed, but accept needs more: {verdict.unmet[0].message} ({', '.join(missing)})."
+    passed = {gate for gate, result in loaded.results.items() if result.outcome is Outcome.PASSED}
+    missing = [gate for gate in GATES if gate in verdict.required and gate not in passed]
+    needs = f"accept also needs {', '.join(missing)}" if missing else "accept needs other evidence"
+    return f"No gate failed, but {needs}: {verdict.unmet[0].message}."
 
 
 def _summary(loaded: Loaded, patch: Patch, view: PerfView | None) -> list[tuple[str, Sequence[Content]]]:
@@ -124,7 +126,7 @@ def _joined(globs: Sequence[str]) -> list[Code | str]:
 def _headline(loaded: Loaded, view: PerfView | None) -> list[Content]:
     if view is None or not view.arms:
         result = loaded.results.get("perf")
-        why = "the gate did not run" if result is None else result.reasons[0].message if result.reasons else "no cell"
+        why = why_not_run(loaded) if result is None else result.reasons[0].message if result.reasons else "no cell"
         return [f"Not measured: {why}."]
     lines: list[Content] = []
     for arm in view.arms:
@@ -156,7 +158,7 @@ def _gates(loaded: Loaded) -> list[tuple[str, Word, str, bool]]:
         result = loaded.results.get(gate)
         required = gate in loaded.bundle.target.required
         if result is None:
-            rows.append((gate, Word("not run", "none"), "an earlier gate failed, or it was not asked for", required))
+            rows.append((gate, Word("not run", "none"), why_not_run(loaded), required))
             continue
         if result.reasons:
             more = f" (and {len(result.reasons) - 1} more)" if len(result.reasons) > 1 else ""

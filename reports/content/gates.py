@@ -16,7 +16,7 @@ from reports.document import Block, Code, Content, Details, Facts, Inline, Parag
 from reports.load import Loaded
 from reports.text import count, duration, fixed
 
-__all__ = ["GATE_QUESTIONS", "gate_section"]
+__all__ = ["GATE_QUESTIONS", "detail_blocks", "gate_section", "why_not_run"]
 
 GATE_QUESTIONS: dict[GateName, tuple[str, str]] = {
     "scope": ("Scope", "Does the change touch only what it may, with allowed constructs only?"),
@@ -39,11 +39,7 @@ def gate_section(gate: GateName, loaded: Loaded, extra: Sequence[Block] = ()) ->
     title, question = GATE_QUESTIONS[gate]
     result = loaded.results.get(gate)
     if result is None:
-        return Section(
-            gate,
-            title,
-            (Paragraph((question, " This gate did not run: an earlier one had failed, or it was not asked for.")),),
-        )
+        return Section(gate, title, (Paragraph(question), Paragraph(f"Not run: {why_not_run(loaded)}.")))
     blocks: list[Block] = [Paragraph(question), _facts(result, loaded)]
     if result.reasons:
         blocks.append(reasons_table(f"Findings of gate {gate}", result.reasons))
@@ -57,6 +53,12 @@ def gate_section(gate: GateName, loaded: Loaded, extra: Sequence[Block] = ()) ->
         summary = f"Tables stated by gate {gate} (for reading; no outcome rests on them)"
         blocks.append(Details(summary, detail))
     return Section(gate, title, tuple(blocks))
+
+
+def why_not_run(loaded: Loaded) -> str:
+    """Why a gate has no result."""
+    failed = loaded.bundle.verdict.failed
+    return f"gate {failed[0]} had failed before it" if failed else "this verification did not ask for it"
 
 
 def detail_blocks(detail: Mapping[str, Any]) -> list[Block]:

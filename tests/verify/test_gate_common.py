@@ -51,6 +51,22 @@ def test_a_clear_error_keeps_its_four_parts(context: GateContext) -> None:
     assert (reason.expected, reason.next) == ("g++ 12", "apt-get install g++")
 
 
+def test_errors_name_no_folder_of_this_machine(context: GateContext) -> None:
+    """Bundles are published: a traceback would tell where and as whom somebody works."""
+
+    @gate_guard("build", "build/1")
+    def run(ctx: GateContext) -> GateResult:
+        raise OSError(f"cannot read {ctx.run_dir}/x and {Path.home()}/y")
+
+    reason = run(context).reasons[0]
+    line = context.evidence.lines("build_error")[0]
+    for text in (reason.message, reason.where, line["message"], line["traceback"]):
+        assert str(Path.home()) not in text
+        assert str(context.run_dir) not in text
+    assert "cannot read RUN/x and HOME/y" in line["message"]
+    assert reason.where.startswith("FASTTRACK/")
+
+
 def test_interrupts_pass_through(context: GateContext) -> None:
     """Ctrl-C becomes a verdict."""
 

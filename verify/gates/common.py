@@ -7,9 +7,12 @@ becomes `not_evaluated` with the traceback as evidence: a broken check says noth
 from __future__ import annotations
 
 import functools
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from harness.errors import FasttrackError
@@ -88,9 +91,10 @@ def gate_guard(gate: GateName, protocol_id: str) -> Callable[[Gate], Gate]:
                     "gate": gate,
                     "protocol": protocol_id,
                     "type": type(error).__name__,
-                    "message": str(error),
+                    "message": _without_folders(str(error), ctx),
                 }
-                ctx.evidence.append(name, {**line, "traceback": traceback.format_exc()})
+                trace = _without_folders(traceback.format_exc(), ctx)
+                ctx.evidence.append(name, {**line, "traceback": trace})
                 decision = Decision("not_evaluated", (_error_finding(gate, error, ctx),))
                 return to_result(
                     gate,
@@ -107,17 +111,37 @@ def gate_guard(gate: GateName, protocol_id: str) -> Callable[[Gate], Gate]:
 
 
 def _error_finding(gate: GateName, error: Exception, ctx: GateContext) -> Finding:
+    def shown(text: str) -> str:
+        return _without_folders(text, ctx)
+
     if isinstance(error, FasttrackError | BackendError):
-        return Finding(f"{gate}.environment", error.what, error.where, error.expected, error.next)
+        facts = (error.what, error.where, error.expected, error.next)
+        return Finding(f"{gate}.environment", *map(shown, facts))
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else gate
     return Finding(
         f"{gate}.internal_error",
-        f"the gate itself failed ({type(error).__name__}: {error}); this says nothing about the candidate",
-        where,
+        shown(f"the gate itself failed ({type(error).__name__}: {error}); this says nothing about the candidate"),
+        shown(where),
         "a gate that runs to its decision",
         command_for(gate, ctx),
     )
+
+
+def _without_folders(text: str, ctx: GateContext) -> str:
+    """Replace folders of this machine by what they are: the text goes into a bundle that others read."""
+    folders = (
+        (ctx.run_dir, "RUN"),
+        (ctx.repo.root, "REPOSITORY"),
+        (Path(__file__).parents[2], "FASTTRACK"),
+        (Path(sys.prefix), "VENV"),
+        (Path(sys.base_prefix), "PYTHON"),
+        (Path.home(), "HOME"),
+        (Path(tempfile.gettempdir()), "TMP"),
+    )
+    for folder, name in sorted(folders, key=lambda pair: -len(str(pair[0]))):
+        text = text.replace(f"{folder}/", f"{name}/")
+    return text
 
 
 def command_for(gate: GateName, ctx: GateContext) -> str:

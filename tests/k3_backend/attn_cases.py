@@ -1,7 +1,7 @@
 """Calls of the attention-side ops for kernel tests: seeded arguments with poison, run inside guarded memory.
 
-Whatever an op must not read is NaN: outputs before the call, state slots and cache rows that no request of the call owns,
-and the launcher's scratch. Every argument lies between canaries.
+Whatever an op must not read is NaN: outputs before the call, state slots and cache rows that no request of the call
+owns, and the launcher's scratch. Every argument lies between canaries.
 """
 
 from __future__ import annotations
@@ -240,9 +240,9 @@ def call(
     return {name: tensor for name, tensor in guarded.tensors.items() if name in written and tensor is not None}
 
 
-# Largest error by output, as a part of the largest expected value, and as a part of the L2 norm. Both sides round to bf16
-# where the op says so: where fp32 and fp64 sums fall on different sides of a rounding boundary, one element differs by one
-# unit in the last place (2^-7 at most), which the first bound allows and the second keeps rare.
+# Largest error by output, as a part of the largest expected value, and as a part of the L2 norm. Both sides round to
+# bf16 where the op says so: where fp32 and fp64 sums fall on different sides of a rounding boundary, one element differs
+# by one unit in the last place (2^-7 at most), which the first bound allows and the second keeps rare.
 _MAX_ERROR = {"state": 2e-2, "lse": 1e-6}
 _L2_ERROR = {"state": 1e-3, "lse": 1e-6}
 

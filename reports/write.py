@@ -74,8 +74,30 @@ def write_bundle(
     results, raw = _evidence(candidate_dir, files)
     for gate, lines in raw.items():
         files[f"derived/{gate}.parquet"] = derive.parquet_bytes(lines)
+    bundle = _record(context, files, results, artifacts, candidate_dir)
+    files["bundle.json"] = canonical.document(bundle.model_dump(mode="json"))
+    loaded = _as_read(files, results, raw)
+    files |= {f"report.{form}": text.encode() for form, text in render_all(loaded).items()}
+    _require_sound(loaded, candidate_dir)
+    entries = {path: ManifestEntry(sha256=_sha(data), size=len(data)) for path, data in sorted(files.items())}
+    files["manifest.json"] = canonical.document(
+        Manifest(schema_version=BUNDLE_VERSION, files=entries).model_dump(mode="json")
+    )
+    digest = _sha(files["manifest.json"])
+    files["manifest.sha256"] = f"{digest}  manifest.json\n".encode()
+    return _place(out_dir, f"{context.run}-{context.name}", digest, files)
+
+
+def _record(
+    context: BundleInput,
+    files: dict[str, bytes],
+    results: dict[GateName, GateResult],
+    artifacts: Sequence[BuiltArtifact],
+    candidate_dir: Path,
+) -> Bundle:
+    """The content of bundle.json."""
     try:
-        bundle = Bundle(
+        return Bundle(
             **dict(context),
             schema_version=BUNDLE_VERSION,
             render_version=RENDER_VERSION,
@@ -88,17 +110,6 @@ def write_bundle(
         )
     except ValidationError as error:
         raise _unsound(error.errors()[0]["msg"], candidate_dir) from error
-    files["bundle.json"] = canonical.document(bundle.model_dump(mode="json"))
-    loaded = _as_read(files, results, raw)
-    files |= {f"report.{form}": text.encode() for form, text in render_all(loaded).items()}
-    _require_sound(loaded, candidate_dir)
-    entries = {path: ManifestEntry(sha256=_sha(data), size=len(data)) for path, data in sorted(files.items())}
-    files["manifest.json"] = canonical.document(
-        Manifest(schema_version=BUNDLE_VERSION, files=entries).model_dump(mode="json")
-    )
-    digest = _sha(files["manifest.json"])
-    files["manifest.sha256"] = f"{digest}  manifest.json\n".encode()
-    return _place(out_dir, f"{context.run}-{context.name}", digest, files)
 
 
 def _gather(candidate_dir: Path, artifacts: Iterable[BuiltArtifact]) -> dict[str, bytes]:

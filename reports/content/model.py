@@ -20,7 +20,7 @@ __all__ = ["evals_blocks", "features_blocks"]
 
 
 def features_blocks(loaded: Loaded) -> list[Block]:
-    """One row per check: the difference between two modes of the candidate, what it may be, and the exact counts."""
+    """One row per check: the difference between two modes of the candidate, what it may be, and the exact rules."""
     body = _body(loaded, "features")
     if not body:
         return []
@@ -41,8 +41,8 @@ def features_blocks(loaded: Loaded) -> list[Block]:
         positions = line.get("positions", sum(line["counts"]) if "counts" in line else "–")
         rows.append((Code(check), seen, allowed, f"{positions}", counts))
     lead = (
-        "Each check runs the same requests in two modes of one arm. The largest difference of log probabilities may be "
-        "a declared factor of the standard arm's own, plus a floor; sampling is a chi-square test."
+        "Each check runs the same requests in two modes of one arm. The mean difference of log probabilities of the "
+        "worst request may be a declared factor of the standard arm's own, plus a floor; sampling is a chi-square test."
     )
     columns = ("check", "difference (nats)", "at most", "positions", "exact rules")
     return [Paragraph(lead), Table("Modes of the candidate against each other", columns, rows, frozenset({1, 2, 3}))]

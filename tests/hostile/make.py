@@ -135,6 +135,11 @@ def _(read: Reader) -> Edits:
     return {"k3_backend/schedules/cpu/k3-nano/kda_decode.toml": text("version = 1\n[[bucket]\nmax_rows = 8\n")}
 
 
+@case("shadow-header")
+def _(read: Reader) -> Edits:
+    return {"k3_backend/kernels/kda_decode/k3_cpu.h": text("#pragma once\nstruct Args {};\n")}
+
+
 # --- scope: Python ----------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ __all__ = ["CODES", "PROTOCOL_ID", "decide"]
 PROTOCOL_ID = "scope/1"
 
 CODES = {
-    "scope.allowed_protected_change": "a person allowed this change to protected code; shown first, no failure by itself",
+    "scope.allowed_protected_change": "a person allowed this change of protected code; shown first, no failure",
     "scope.protected_path": "a path outside the editable table changed",
     "scope.mode": "a changed entry is not a plain, non-executable file",
     "scope.unsafe_name": "a changed path cannot be exported safely",

@@ -102,11 +102,12 @@ def _memory(segments: list[Any]) -> dict[str, Any]:
 def _writable_ranges(segments: list[Any]) -> list[tuple[int, int]]:
     """Address ranges that stay writable after relocation: writable segments without the RELRO pages.
 
-    The loader protects whole pages inside RELRO: its start is rounded down, its end rounded down too, so a tail that
-    does not fill a page stays writable unless the segment ends there.
+    The loader rounds both ends of RELRO down to pages, so a tail that does not fill a page stays writable.
     """
     relro = [
-        (s["p_vaddr"] // _PAGE * _PAGE, s["p_vaddr"] + s["p_memsz"]) for s in segments if s["p_type"] == "PT_GNU_RELRO"
+        (s["p_vaddr"] // _PAGE * _PAGE, (s["p_vaddr"] + s["p_memsz"]) // _PAGE * _PAGE)
+        for s in segments
+        if s["p_type"] == "PT_GNU_RELRO"
     ]
     ranges = []
     for segment in segments:

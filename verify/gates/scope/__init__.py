@@ -87,6 +87,7 @@ def scan_file(path: str, data: bytes, scope: Scope, has_file: Callable[[str], bo
         return [*found, *text.scan_toml(content)]
     if kind == "python":
         return [*found, *python.scan(content, imports=scope.python_imports)]
+    found += _shadowing(path, scope)
     return [*found, *cpp.scan(content, includes=scope.cpp_includes, has_header=_header_lookup(path, has_file, scope))]
 
 
@@ -102,6 +103,17 @@ def _kind(path: str) -> str | None:
     if name.suffix == ".py":
         return "python"
     return "toml" if name.name == "cpu.toml" and len(name.parts) == 4 else None
+
+
+def _shadowing(path: str, scope: Scope) -> list[Observation]:
+    """A file that is found in place of an allowed header of the same name, by its own folder or by the tree's root."""
+    names = {PurePosixPath(path).name, path.removeprefix(KERNELS)}
+    return [
+        Observation(
+            "scope.cpp_include", 1, f"takes the place of the header {name}", "a name that no allowed header has"
+        )
+        for name in sorted(names & set(scope.cpp_includes))
+    ]
 
 
 def _header_lookup(path: str, has_file: Callable[[str], bool], scope: Scope) -> Callable[[str], bool]:

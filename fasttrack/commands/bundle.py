@@ -11,7 +11,7 @@ import typer
 import reports
 from fasttrack.console import EXIT_FALLS_SHORT, EXIT_FINE, EXIT_INCOMPLETE, Json, Output
 from harness.errors import FasttrackError
-from reports.verify import BundleCheck, CheckWord
+from reports import BundleCheck, CheckWord
 
 __all__ = ["register"]
 

@@ -130,9 +130,11 @@ def _legs(
     cell: Mapping[str, Any], seed: str, stage: Stage, where: str
 ) -> dict[str, tuple[list[list[float]], list[list[float]]]]:
     """Arm -> per sweep the two (evaluator, worker) times per call of one cell."""
-    key, calls, legs = cell["key"], cell["calls"], cell["legs"]
-    if not isinstance(calls, int) or calls < 1:
-        raise BlockError(f"{where}, {key}: {calls!r} calls per leg")
+    key, legs = cell["key"], cell["legs"]
+    calls = {"standard": cell["standard_calls"]}
+    calls |= dict.fromkeys((arm for arm in stage.arms if arm != "standard"), cell["calls"])
+    if not all(isinstance(count, int) and count >= 1 for count in calls.values()):
+        raise BlockError(f"{where}, {key}: {calls} calls per leg")
     orders = [leg_order(seed, key, sweep, stage.arms) for sweep in range(SWEEPS)]
     if [leg[0] for leg in legs] != [arm for order in orders for arm in order]:
         raise BlockError(f"{where}, {key}: legs are not in the order of the seed")
@@ -146,7 +148,7 @@ def _legs(
             first = start + order.index(arm)
             last = start + len(order) - 1 - order[::-1].index(arm)
             for clock in (0, 1):
-                found[arm][clock].append([legs[at][1 + clock] / calls for at in (first, last)])
+                found[arm][clock].append([legs[at][1 + clock] / calls[arm] for at in (first, last)])
         start += len(order)
     return found
 

@@ -10,11 +10,11 @@ import math
 import os
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.progress import Progress
 from harness.store import EvidenceSink
-from verify.gates.perf.compare import Left, against_standard
+from verify.gates.perf.compare import Left, against_best, against_standard
 from verify.gates.perf.sampler import ArmFault, Block, Leg, Sampler
 from verify.protocol.lines import last_attempt, of_kind
 from verify.protocol.perf import State, state
@@ -23,7 +23,9 @@ from verify.protocol.perf_plan import MIN_LEG_NS, SWEEPS, CellPlan, Plan, Stage,
 __all__ = ["LegTooShort", "run_campaign"]
 
 TARGET_LEG_NS = 1.25 * MIN_LEG_NS
-"""Duration that calibration aims at for the fastest arm: room for a machine that speeds up."""
+"""Duration that calibration aims at: room for a machine that speeds up."""
+MIN_STANDARD_CALLS = 4
+"""The standard arm's leg is checked against on at least so many calls, however slow they are."""
 _PROBE_NS = 4_000_000
 _WARM_SHARE = 0.1
 _MAX_CALLS = 1 << 20
@@ -51,10 +53,10 @@ def run_campaign(
         progress: one message per block.
         draw_seed: secret of a block, drawn right before it.
     """
-    calls: dict[str, int] = {}
+    calls: dict[str, _Calls] = {}
     for line in evidence.lines("perf"):
         if line["kind"] == "block":
-            calls |= {cell["key"]: cell["calls"] for cell in line["cells"]}
+            calls |= {cell["key"]: _Calls(cell["calls"], cell["standard_calls"]) for cell in line["cells"]}
     while (now := state(evidence.lines("perf"))).stage is not None:
         progress(f"perf: stage {now.stage.name}, block {now.block + 1} of {now.stage.blocks}")
         _run_block(plan, now.stage, now.block, sampler, evidence, draw_seed(), calls)
@@ -68,7 +70,7 @@ def _end(evidence: EvidenceSink, now: State) -> None:
 
 
 def _run_block(
-    plan: Plan, stage: Stage, number: int, sampler: Sampler, evidence: EvidenceSink, seed: str, calls: dict[str, int]
+    plan: Plan, stage: Stage, number: int, sampler: Sampler, evidence: EvidenceSink, seed: str, calls: dict[str, _Calls]
 ) -> None:
     place = {"stage": stage.name, "block": number}
     evidence.append("perf", {"kind": "begin", **place, "seed_sha256": seed_digest(seed)})
@@ -86,10 +88,24 @@ def _run_block(
         evidence.append("perf", {"kind": "fault", **place, **words})
 
 
+class _Calls(NamedTuple):
+    """Calls per leg of one cell.
+
+    Arms that are compared closely have the same; the standard arm, which may be many times slower, has what fills a leg.
+    """
+
+    others: int
+    standard: int
+
+    def of(self, arm: str) -> int:
+        """Calls per leg of an arm."""
+        return self.standard if arm == "standard" else self.others
+
+
 class _Visit:
     """The cells of one block, visited `SWEEPS` times."""
 
-    def __init__(self, plan: Plan, stage: Stage, seed: str, block: Block, calls: dict[str, int]) -> None:
+    def __init__(self, plan: Plan, stage: Stage, seed: str, block: Block, calls: dict[str, _Calls]) -> None:
         self.cells = {cell.key: cell for cell in plan.cells}
         self.stage = stage
         self.seed = seed
@@ -125,7 +141,8 @@ class _Visit:
                 paths[arm]["standard"] += leg.standard
         return {
             "key": key,
-            "calls": self.calls[key],
+            "calls": self.calls[key].others,
+            "standard_calls": self.calls[key].standard,
             "restarts": self._restarts[key],
             "legs": [[arm, leg.evaluator_ns, leg.worker_ns] for arm, leg in legs],
             "checks": self._checks[key],
@@ -149,9 +166,11 @@ class _Visit:
         raise RuntimeError(f"cell {cell.key}: legs stay shorter than {MIN_LEG_NS} ns after {_MAX_TRIES} calibrations")
 
     def _calibrate(self, cell: CellPlan) -> None:
-        """Calls per leg such that the fastest arm takes `TARGET_LEG_NS`."""
-        fastest = min(self._probe(arm, cell) for arm in self.stage.arms if arm != "control")
-        self.calls[cell.key] = min(_MAX_CALLS, math.ceil(TARGET_LEG_NS / fastest))
+        """Calls per leg such that the fastest of the compared arms, and the standard arm, take `TARGET_LEG_NS`."""
+        per_call = {arm: self._probe(arm, cell) for arm in ("standard", "best", "candidate")}
+        others = _filling(min(per_call["best"], per_call["candidate"]))
+        standard = max(_filling(per_call["standard"]), min(others, MIN_STANDARD_CALLS))
+        self.calls[cell.key] = _Calls(others, standard)
 
     def _probe(self, arm: str, cell: CellPlan) -> float:
         """Nanoseconds per call, roughly."""
@@ -167,25 +186,37 @@ class _Visit:
         calls = self.calls[cell.key]
         order = leg_order(self.seed, cell.key, sweep, self.stage.arms)
         for arm in dict.fromkeys(order):
-            self.block.prepare(arm, cell, calls)
+            self.block.prepare(arm, cell, calls.of(arm))
         legs: list[tuple[str, Leg]] = []
-        left: list[tuple[str, Left]] = []
+        left: dict[str, list[Left]] = {arm: [] for arm in order}
         for arm in order:
-            leg = self.block.leg(arm, cell, warm=max(1, math.ceil(calls * _WARM_SHARE)))
+            leg = self.block.leg(arm, cell, warm=max(1, math.ceil(calls.of(arm) * _WARM_SHARE)))
             legs.append((arm, leg))
             if leg.evaluator_ns < MIN_LEG_NS:
                 raise LegTooShort
-            if arm == "standard":
-                self._standard[cell.key] = self.block.left(arm, cell)
-            else:
-                left.append((arm, self.block.left(arm, cell)))
-        for arm, what in left:
-            self._check(cell, arm, what)
+            left[arm].append(self.block.left(arm, cell))
+        if "standard" in left:
+            self._standard[cell.key] = left.pop("standard")[0]
+        for arm, results in left.items():
+            for result in results:
+                self._check(cell, arm, result, left["best"][0])
         self._legs.setdefault(cell.key, []).append(legs)
 
-    def _check(self, cell: CellPlan, arm: str, left: Left) -> None:
+    def _check(self, cell: CellPlan, arm: str, left: Left, best: Left) -> None:
         """Keep the worst of all legs per check."""
-        found = {**against_standard(left, self._standard[cell.key]), **self.block.reference(cell, left)}
+        comparisons = [self.block.reference(cell, left)]
+        standard = self._standard[cell.key]
+        if left.known_start and standard.known_start:
+            comparisons.append(against_standard(left, standard))
+        if arm != "best":
+            # The standard arm's chain is shorter; the best's has the same length and was accepted before.
+            comparisons.append(against_best(left, best))
         kept = self._checks[cell.key].setdefault(arm, {})
-        for name, value in found.items():
-            kept[name] = max(kept.get(name, 0.0), value)
+        for found in comparisons:
+            for name, value in found.items():
+                kept[name] = max(kept.get(name, 0.0), value)
+
+
+def _filling(nanoseconds: float) -> int:
+    """Calls of that duration that fill a leg."""
+    return min(_MAX_CALLS, math.ceil(TARGET_LEG_NS / nanoseconds))

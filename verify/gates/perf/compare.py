@@ -1,4 +1,4 @@
-"""Compare what a timed chain left behind with the standard arm's chain, and a sampled call with the reference.
+"""Compare what a timed chain left behind with the other arms' chains, and a sampled call with the reference.
 
 The numbers are those that `verify.protocol.perf_checks.TOLERANCES` bounds. They answer whether the timed calls did the
 work, not how precise it was: the kernels gate does that on the same artifacts. Nothing is decided here.
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Left", "against_reference", "against_standard"]
+__all__ = ["Left", "against_best", "against_reference", "against_standard"]
 
 Array = npt.NDArray[Any]
 
@@ -26,24 +26,45 @@ class Left:
     """Output -> [calls, rows, ...] f32, or integer for chosen ids."""
     states: Mapping[str, Array] = field(default_factory=dict)
     """State -> written part, f32."""
+    known_start: bool = True
+    """Whether call i of the outputs is the i-th call from the start state; not so if a series with states repeats."""
 
 
 def against_standard(left: Left, standard: Left) -> dict[str, float]:
-    """Distances of a leg from the standard arm's leg on the same chain.
+    """Distances of a leg's outputs from the standard arm's, on the first calls of the chain, which both ran.
 
     Returns:
         `nonfinite`: elements that are not finite where the standard's are; `output_row`: largest relative l2 distance
-        of a row of any call; `output_mean` and `state_mean`: largest sum |a - b| / sum |b| of a tensor; `choice_rows`,
-        only where ids are chosen: share of rows whose chosen sets differ.
+        of a row of any call; `output_mean`: largest sum |a - b| / sum |b| of a tensor; `choice_rows`, only where ids
+        are chosen: share of rows whose chosen sets differ.
+    """
+    return _outputs(left, standard, "output")
+
+
+def against_best(left: Left, best: Left) -> dict[str, float]:
+    """Distances of a leg from the current best's on the whole chain: `chain_row`, `chain_mean`, and `state_mean` of
+    the final states; `nonfinite` and `choice_rows` as above.
 
     Raises:
         ValueError: the two legs hold different tensors.
     """
-    if set(left.outputs) != set(standard.outputs) or set(left.states) != set(standard.states):
-        raise ValueError(f"legs hold {sorted(left.outputs)} and {sorted(standard.outputs)}; expected the same tensors")
-    found: dict[str, float] = {"nonfinite": 0.0, "output_row": 0.0, "output_mean": 0.0}
-    for name, want in standard.outputs.items():
-        got = left.outputs[name]
+    found = _outputs(left, best, "chain")
+    for name, want in best.states.items():
+        got = left.states[name]
+        found["nonfinite"] += float((np.isfinite(want) & ~np.isfinite(got)).sum())
+        found["state_mean"] = max(found.get("state_mean", 0.0), _mean(got, want))
+        if not best.outputs:  # an op that only changes state
+            found["chain_row"] = max(found["chain_row"], _row(got, want))
+    return found
+
+
+def _outputs(left: Left, other: Left, prefix: str) -> dict[str, float]:
+    if set(left.outputs) != set(other.outputs):
+        raise ValueError(f"legs hold {sorted(left.outputs)} and {sorted(other.outputs)}; expected the same tensors")
+    found: dict[str, float] = {"nonfinite": 0.0, f"{prefix}_row": 0.0, f"{prefix}_mean": 0.0}
+    for name in other.outputs:
+        common = min(len(left.outputs[name]), len(other.outputs[name]))
+        got, want = left.outputs[name][:common], other.outputs[name][:common]
         if np.issubdtype(want.dtype, np.integer):
             differs = (np.sort(got, axis=-1) != np.sort(want, axis=-1)).any(axis=-1)
             found["choice_rows"] = max(found.get("choice_rows", 0.0), float(differs.mean()))
@@ -51,12 +72,8 @@ def against_standard(left: Left, standard: Left) -> dict[str, float]:
         found["nonfinite"] += float((np.isfinite(want) & ~np.isfinite(got)).sum())
         # Weights of chosen ids are in the order of the choice, so a near-tie moves whole rows: the mean must do.
         if name != "topk_weights":
-            found["output_row"] = max(found["output_row"], _row(got, want))
-        found["output_mean"] = max(found["output_mean"], _mean(got, want))
-    for name, want in standard.states.items():
-        got = left.states[name]
-        found["nonfinite"] += float((np.isfinite(want) & ~np.isfinite(got)).sum())
-        found["state_mean"] = max(found.get("state_mean", 0.0), _mean(got, want))
+            found[f"{prefix}_row"] = max(found[f"{prefix}_row"], _row(got, want))
+        found[f"{prefix}_mean"] = max(found[f"{prefix}_mean"], _mean(got, want))
     return found
 
 

@@ -59,7 +59,8 @@ class OpCell:
             self._set_context(int(size["context"]), geometry)
         self._written = self._call.masks.written
         self._banks = self._draw_banks()
-        self._windows = self._repeats = 0
+        self._stateful = any(t.role == "state" for t in self._spec.tensors)
+        self._repeats: dict[str, int] = {}
         self._views: dict[str, dict[str, View]] = {}
         self._expected: tuple[int, Mapping[str, Any]] | None = None
         """A sampled call and what the reference makes of it."""
@@ -75,8 +76,8 @@ class OpCell:
         """
         each = sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self._call.outputs.values())
         windows = max(1, min(calls, _MAX_WINDOWS, _OUTPUT_BYTES // max(each, 1)))
-        self._repeats = -(-calls // windows)
-        self._windows = windows = -(-calls // self._repeats)
+        self._repeats[arm] = -(-calls // windows)
+        windows = -(-calls // self._repeats[arm])
         views: dict[str, View] = {}
         for spec in self._spec.tensors:
             if spec.role == "output":
@@ -96,7 +97,7 @@ class OpCell:
                 attrs=self._call.attrs,
                 rows=self._rows,
                 windows=windows,
-                repeats=self._repeats,
+                repeats=self._repeats[arm],
             )
 
     def left(self, arm: str, worker: Worker) -> Left:
@@ -106,7 +107,7 @@ class OpCell:
         states = {}
         for name, mask in self._written.items():
             states[name] = _values(worker.buffer.array(views[name])[mask.numpy()], views[name].dtype)
-        return Left(outputs, states)
+        return Left(outputs, states, known_start=self._repeats[arm] == 1 or not self._stateful)
 
     def reference(self, left: Left) -> Mapping[str, float]:
         """Distance of one secret call from the reference; of the first call where the op has states.
@@ -114,11 +115,11 @@ class OpCell:
         Empty for an op without outputs, and for one with states whose windows repeat: no call's start is known then,
         and the standard arm's chain is what speaks for it.
         """
-        stateful = any(t.role == "state" for t in self._spec.tensors)
-        if not self._call.outputs or (stateful and self._repeats > 1):
+        if not self._call.outputs or not left.known_start:
             return {}
-        if self._expected is None or self._expected[0] >= self._windows:
-            at = 0 if stateful else secrets.randbelow(self._windows)
+        windows = len(next(iter(left.outputs.values())))
+        if self._expected is None or self._expected[0] >= windows:
+            at = 0 if self._stateful else secrets.randbelow(windows)
             inputs = {t.name: self._input(t, at, self._rows) for t in self._spec.tensors if t.role != "output"}
             want = reference(self._spec.name)(inputs, self._call.attrs, dtype=torch.float32)
             self._expected = at, {name: want[name].numpy() for name in self._call.outputs}

@@ -57,7 +57,10 @@ class WorkerSampler:
     def block(self, arms: Sequence[str], seed: str, cells: Sequence[CellPlan]) -> Iterator[WorkerBlock]:
         """See `Sampler.block`."""
         with contextlib.ExitStack() as stack:
-            workers = _together(arms, lambda arm: stack.enter_context(self._start(arm)))
+            workers: dict[str, Worker] = {}
+            for arm in arms:  # not in threads: a sandbox dies with the thread that started it
+                with _as_fault(arm):
+                    workers[arm] = stack.enter_context(self._start(arm))
             yield WorkerBlock(workers, self._geometry, seed, cells)
 
     def _start(self, arm: str) -> contextlib.AbstractContextManager[Worker]:
@@ -167,7 +170,7 @@ def bf16_values(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float
 
 
 def _together(arms: Sequence[str], work: Callable[[str], T]) -> dict[str, T]:
-    """Do the same for all arms at once; starting and filling are not timed."""
+    """Do the same for all arms at once; loading and filling are not timed."""
 
     def guarded(arm: str) -> T:
         with _as_fault(arm):

@@ -1,0 +1,373 @@
+"""Error rates of the performance decision, simulated over the real `decide` with noise measured on a machine.
+
+Noise is a stored A/A measurement: three processes that run the same kernels, per block, and the standard path. A
+simulated block is a measured one: its log leg times, with the three equal processes dealt out to best, candidate and
+control at random, plus the effects under study. Whole blocks are drawn, in runs of neighbours, so that everything that
+is correlated in a block (cells, legs, moments) and between neighbours stays so.
+
+The rate that matters, a false accept of one candidate in a run of twenty, is too small to be counted. It is composed
+instead: the stages are independent given the candidate, so the simulation counts how often each stage alone lets the
+equal cell pass while every other stage is given the gain (`stage_rates`), each over the whole decision, and multiplies.
+
+`python -m verify.protocol.simulate` prints the table of docs/performance-protocol.md; `extract` makes the noise file
+from a raw record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verify.protocol.bounds import Floats
+from verify.protocol.decision import Decision
+from verify.protocol.lines import last_attempt, of_kind
+from verify.protocol.perf import decide
+from verify.protocol.perf_data import stage_data
+from verify.protocol.perf_plan import (
+    MIN_LEG_NS,
+    SWEEPS,
+    CellPlan,
+    Claim,
+    Plan,
+    Stage,
+    block_order,
+    leg_order,
+    plan_stages,
+    seed_digest,
+)
+
+__all__ = ["Noise", "Rate", "Scenario", "Simulator", "extract", "main", "run_rate", "stage_rates"]
+
+NOISE_DIR = Path(__file__).with_name("noise")
+EQUAL_ARMS = ("best", "candidate", "control")
+_RUN_OF_BLOCKS = 2
+"""Neighbouring measured blocks that are drawn together."""
+_BASE_NS = 2.0 * MIN_LEG_NS
+"""Leg time of the best before noise; legs below the least duration would be refused."""
+_UNIT = 1e-5
+"""Resolution of the stored log times."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A measured A/A record, as log leg times relative to each cell's median."""
+
+    source: Mapping[str, Any]
+    """How, where and under which load it was measured."""
+    cells: tuple[str, ...]
+    equal: Floats
+    """[blocks, cells, 3 arms, sweeps, 2] log times of three processes of the same kernels."""
+    standard: Floats
+    """[blocks, cells] log times of the standard arm's leg."""
+
+    @classmethod
+    def load(cls, path: Path) -> Noise:
+        """Read a noise file."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        equal, standard = (np.asarray(data[name], dtype=np.float64) * _UNIT for name in ("equal", "standard"))
+        return cls(data["source"], tuple(data["cells"]), equal, standard)
+
+    def dump(self) -> str:
+        """As a noise file."""
+        arrays = {n: np.rint(getattr(self, n) / _UNIT).astype(int).tolist() for n in ("equal", "standard")}
+        text = json.dumps({"source": dict(self.source), "cells": list(self.cells), **arrays}, separators=(",", ":"))
+        return text + "\n"
+
+    def block_spread(self) -> Floats:
+        """Standard deviation over blocks of an A/A block value, per cell: what the power depends on."""
+        ratios = self.equal[:, :, 0] - self.equal[:, :, 1]
+        values = np.median(ratios.reshape(*ratios.shape[:2], -1), axis=2)
+        spread: Floats = values.std(axis=0, ddof=1)
+        return spread
+
+
+def extract(lines: Sequence[Mapping[str, Any]], source: Mapping[str, Any]) -> Noise:
+    """Noise from the raw lines of a measurement whose arms best, candidate and control ran the same kernels.
+
+    Raises:
+        ValueError: there is no header, or a stage without control.
+    """
+    attempt = last_attempt(lines)
+    if attempt is None:
+        raise ValueError("the record has no header")
+    plan = Plan.from_header(attempt[0])
+    data = stage_data(plan, attempt[1], plan.stages[0])
+    logs = {arm: np.log(data.legs[arm]) for arm in ("standard", *EQUAL_ARMS)}
+    equal = np.stack([logs[arm] for arm in EQUAL_ARMS], axis=2)
+    equal -= np.median(equal, axis=(0, 2, 3, 4), keepdims=True)
+    standard = logs["standard"][:, :, 0, 0]
+    standard = standard - np.median(standard, axis=0)
+    loads = [line["load"]["foreign_share"] for line in of_kind(attempt[1], "block")]
+    measured = {"blocks": data.blocks, "foreign_share_median": float(np.median(loads))}
+    return Noise({**source, **measured}, plan.keys, equal, standard)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is true of the candidate, and what the plan asks."""
+
+    gains: Mapping[int, float]
+    """Cell index -> true speed relative to the best, minus one; cells not named have `other`."""
+    other: float
+    standard_gain: float = 1.0
+    """True speed of the best relative to the standard path, minus one."""
+    task: bool = True
+    """Whether all cells must be faster than the best; else one of them must, and none slower."""
+
+    def log_gain(self, cells: int) -> Floats:
+        """[cells] log(best / candidate)."""
+        return np.array([math.log1p(self.gains.get(at, self.other)) for at in range(cells)])
+
+
+class Simulator:
+    """Draws records of a plan and decides them.
+
+    Args:
+        noise: measured.
+        blocks: of the tier.
+        alpha_per_run: error budget.
+        candidates: of the run.
+        band: of the target.
+        seed: of the simulation.
+    """
+
+    def __init__(
+        self, noise: Noise, *, blocks: int, alpha_per_run: float, candidates: int, band: float, seed: int
+    ) -> None:
+        self.noise = noise
+        self.rng = np.random.default_rng(seed)
+        self.stages = plan_stages(blocks, alpha_per_run, candidates)
+        self._budget = {"alpha_per_run": alpha_per_run, "candidates": candidates, "band": band}
+        self._skeletons = {stage.name: [self._skeleton(stage, n) for n in range(stage.blocks)] for stage in self.stages}
+
+    def decide(self, scenarios: Mapping[str, Scenario]) -> Decision:
+        """One simulated measurement, decided.
+
+        Args:
+            scenarios: stage name -> truth in that stage; the plan's claims follow the first stage's.
+        """
+        first = scenarios[self.stages[0].name]
+        plan = self._plan(first.task)
+        lines: list[dict[str, Any]] = [plan.header()]
+        for stage in self.stages:
+            lines += self._stage(stage, scenarios[stage.name])
+        lines.append({"kind": "end", "why": "complete"})
+        return decide(lines)
+
+    def everywhere(self, scenario: Scenario) -> dict[str, Scenario]:
+        """The same truth in all stages."""
+        return {stage.name: scenario for stage in self.stages}
+
+    def _plan(self, task: bool) -> Plan:
+        claims = (Claim("standard", "faster"), Claim("best", "faster" if task else "not_slower"))
+        cells = tuple(CellPlan(key, {"scope": "step"}, claims, 1.0, "none: simulated") for key in self.noise.cells)
+        return Plan(
+            target="simulated",
+            tier="simulated",
+            arms={"standard": "s", "best": "b", "candidate": "c"},
+            stages=self.stages,
+            cells=cells,
+            gain_cells=() if task else self.noise.cells,
+            command="python -m verify.protocol.simulate",
+            **self._budget,  # type: ignore[arg-type]
+        )
+
+    def _stage(self, stage: Stage, scenario: Scenario) -> list[dict[str, Any]]:
+        cells = len(self.noise.cells)
+        gain = scenario.log_gain(cells)
+        lines = []
+        for skeleton, source in zip(self._skeletons[stage.name], self._drawn(stage.blocks), strict=True):
+            deal = self.rng.permutation(3)
+            times = self.noise.equal[source][:, deal].copy()
+            times[:, EQUAL_ARMS.index("candidate")] -= gain[:, None, None]
+            legs = _BASE_NS * np.exp(times)
+            standard = _BASE_NS * (1 + scenario.standard_gain) * np.exp(self.noise.standard[source])
+            lines += skeleton.fill(legs, standard)
+        return lines
+
+    def _drawn(self, blocks: int) -> list[int]:
+        """Measured blocks in the order of the simulated ones: runs of neighbours, circular."""
+        total = self.noise.equal.shape[0]
+        drawn: list[int] = []
+        while len(drawn) < blocks:
+            start = int(self.rng.integers(total))
+            drawn += [(start + at) % total for at in range(_RUN_OF_BLOCKS)]
+        return drawn[:blocks]
+
+    def _skeleton(self, stage: Stage, number: int) -> _Skeleton:
+        return _Skeleton(self.noise.cells, stage, number, seed=self.rng.bytes(16).hex())
+
+
+class _Skeleton:
+    """The lines of one block without its times; the order of a seed costs more than the statistics."""
+
+    def __init__(self, keys: tuple[str, ...], stage: Stage, number: int, seed: str) -> None:
+        place = {"stage": stage.name, "block": number}
+        self._begin = {"kind": "begin", **place, "seed_sha256": seed_digest(seed)}
+        order = [list(block_order(seed, keys, sweep)) for sweep in range(SWEEPS)]
+        load = {"foreign_share": 0.0, "average_1min": 0.0}
+        self._block = {"kind": "block", **place, "seed": seed, "order": order, "load": load}
+        self._keys = keys
+        names: list[list[str]] = []
+        index: list[list[int]] = []
+        width = len(EQUAL_ARMS) * SWEEPS * 2
+        for at, key in enumerate(keys):
+            arms: list[str] = []
+            places: list[int] = []
+            for sweep in range(SWEEPS):
+                seen: dict[str, int] = {}
+                for arm in leg_order(seed, key, sweep, stage.arms):
+                    half = seen.get(arm, 0)
+                    seen[arm] = half + 1
+                    arms.append(arm)
+                    flat = 0 if arm == "standard" else 1 + (EQUAL_ARMS.index(arm) * SWEEPS + sweep) * 2 + half
+                    places.append(at * (width + 1) + flat)
+            names.append(arms)
+            index.append(places)
+        self._names = names
+        self._index = np.array(index)
+        good = {"output_row": 0.0, "chain_row": 0.0, "nonfinite": 0.0}
+        checked = [arm for arm in stage.arms if arm != "standard"]
+        self._checks = dict.fromkeys(checked, good)
+        self._paths = {arm: {"specialized": 1, "standard": 0} for arm in checked}
+
+    def fill(self, equal: Floats, standard: Floats) -> list[dict[str, Any]]:
+        """The lines with times: equal [cells, 3, sweeps, 2] and standard [cells] in nanoseconds."""
+        table = np.concatenate([standard[:, None], equal.reshape(len(self._keys), -1)], axis=1)
+        nanoseconds = np.rint(np.maximum(table, MIN_LEG_NS)).astype(np.int64).reshape(-1)[self._index].tolist()
+        cells = [
+            {
+                "key": key,
+                "calls": 1,
+                "standard_calls": 1,
+                "legs": [[arm, ns, ns] for arm, ns in zip(names, row, strict=True)],
+                "checks": self._checks,
+                "paths": self._paths,
+            }
+            for key, names, row in zip(self._keys, self._names, nanoseconds, strict=True)
+        ]
+        return [self._begin, {**self._block, "cells": cells}]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A simulated probability with its 95 % Clopper-Pearson interval."""
+
+    hits: int
+    trials: int
+
+    @property
+    def value(self) -> float:
+        """Share of hits."""
+        return self.hits / self.trials
+
+    @property
+    def high(self) -> float:
+        """Upper bound."""
+        from scipy.special import betaincinv
+
+        return 1.0 if self.hits == self.trials else float(betaincinv(self.hits + 1, self.trials - self.hits, 0.975))
+
+    @property
+    def low(self) -> float:
+        """Lower bound."""
+        from scipy.special import betaincinv
+
+        return 0.0 if self.hits == 0 else float(betaincinv(self.hits, self.trials - self.hits + 1, 0.025))
+
+
+def accept_rate(simulator: Simulator, scenarios: Mapping[str, Scenario], trials: int) -> Rate:
+    """How often a candidate is accepted."""
+    return Rate(sum(simulator.decide(scenarios).outcome == "passed" for _ in range(trials)), trials)
+
+
+def stage_rates(simulator: Simulator, wrong: Scenario, right: Scenario, trials: int) -> dict[str, Rate]:
+    """How often each stage alone lets a wrong candidate pass, the other stages being given the right one.
+
+    Cells that are wrong rotate, since their noise differs: `wrong.gains` names one cell as index 0.
+    """
+    cells = len(simulator.noise.cells)
+    rates = {}
+    for stage in simulator.stages:
+        hits = 0
+        for trial in range(trials):
+            moved = replace(wrong, gains={(at + trial) % cells: gain for at, gain in wrong.gains.items()})
+            truth = {**simulator.everywhere(right), stage.name: moved}
+            hits += simulator.decide(truth).outcome == "passed"
+        rates[stage.name] = Rate(hits, trials)
+    return rates
+
+
+def run_rate(rates: Mapping[str, Rate], candidates: int) -> tuple[float, float]:
+    """False accepts per run of so many equally wrong candidates: (estimate, upper bound).
+
+    The upper bound takes each stage's upper 95 % bound; that all of them are exceeded at once is far less likely.
+    """
+    value = math.prod(rate.value for rate in rates.values())
+    high = math.prod(rate.high for rate in rates.values())
+    return 1 - (1 - value) ** candidates, 1 - (1 - high) ** candidates
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: `table` (default) prints error rates and power; `extract RAW OUT` makes a noise file."""
+    parser = argparse.ArgumentParser(prog="python -m verify.protocol.simulate", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+    table = commands.add_parser("table", help="error rates and power by number of blocks")
+    table.add_argument("--noise", type=Path, default=NOISE_DIR / "cpu.json")
+    table.add_argument("--blocks", type=int, nargs="+", default=[3, 8, 20])
+    table.add_argument("--trials", type=int, default=1000)
+    table.add_argument("--candidates", type=int, default=20)
+    table.add_argument("--alpha", type=float, default=0.01)
+    table.add_argument("--band", type=float, default=0.02)
+    table.add_argument("--seed", type=int, default=1)
+    cut = commands.add_parser("extract", help="noise file from the raw record of an A/A measurement")
+    cut.add_argument("raw", type=Path)
+    cut.add_argument("out", type=Path)
+    cut.add_argument("--note", required=True, help="machine and circumstances")
+    given = parser.parse_args(sys.argv[1:] if arguments is None else arguments or ["table"])
+    if given.command == "extract":
+        lines = [json.loads(line) for line in given.raw.read_text(encoding="utf-8").splitlines()]
+        given.out.write_text(extract(lines, {"note": given.note}).dump(), encoding="utf-8")
+        return 0
+    _print_table(given if given.command else parser.parse_args(["table"]))
+    return 0
+
+
+def _print_table(given: argparse.Namespace) -> None:
+    noise = Noise.load(given.noise)
+    spread = noise.block_spread()
+    print(f"noise: {noise.source}")
+    print(f"sd of an A/A block value: median {np.median(spread):.2%}, largest {spread.max():.2%}, {len(spread)} cells")
+    print(f"{given.candidates} candidates per run, budget {given.alpha:g}, {given.trials} trials per rate")
+    print(
+        "| blocks | stages | one cell equal, others +20 %: false accepts per run | every cell +5 %: accepted | +10 % |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    for blocks in given.blocks:
+        simulator = Simulator(
+            noise,
+            blocks=blocks,
+            alpha_per_run=given.alpha,
+            candidates=given.candidates,
+            band=given.band,
+            seed=given.seed,
+        )
+        faster = Scenario({}, 0.2)
+        rates = stage_rates(simulator, Scenario({0: 0.0}, 0.2), faster, given.trials)
+        value, high = run_rate(rates, given.candidates)
+        power = [accept_rate(simulator, simulator.everywhere(Scenario({}, gain)), given.trials) for gain in (0.05, 0.1)]
+        stages = " + ".join(f"{s.blocks} at {s.alpha:.3g}" for s in simulator.stages)
+        powers = " | ".join(f"{p.value:.1%} ({p.low:.1%}–{p.high:.1%})" for p in power)
+        print(f"| {blocks} | {stages} | {value:.2%} (at most {high:.2%}) | {powers} |", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -46,7 +46,8 @@ def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     log_decay, write_strength = gates(t, a, rows)
     decay = log_decay.exp_()
 
-    in_place = live is None and requests == 1 and tokens == 1
+    # One request that reads and writes the same slot is updated where it lies.
+    in_place = live is None and requests == 1 and slots.shape[1] == 1
     S = state.narrow(0, int(read), 1) if in_place else _gather(state, read)
     outputs = []
     for i in range(tokens):

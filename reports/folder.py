@@ -16,7 +16,43 @@ from pathlib import Path
 from harness.records import Reason
 from reports.text import visible_line
 
-__all__ = ["Limits", "plain_name", "read_folder", "refusal"]
+__all__ = ["CODES", "Limits", "plain_name", "read_folder", "refusal"]
+
+CODES = {
+    "bundle.unreadable": "a file or folder cannot be read",
+    "bundle.odd_name": "a name that no bundle has",
+    "bundle.not_a_file": "a link or a special file",
+    "bundle.too_deep": "folders nested too deep",
+    "bundle.too_many": "more files than a bundle may have",
+    "bundle.too_large": "more bytes than a bundle or a record may have",
+    "bundle.empty_folder": "a folder without files",
+    "bundle.missing_file": "a listed or named file is absent",
+    "bundle.extra_file": "a file that is not listed, or that no record names",
+    "bundle.size": "a file has another size than listed",
+    "bundle.digest": "a file has another content than listed",
+    "bundle.manifest_digest": "manifest.sha256 does not hold the manifest's digest",
+    "bundle.folder_name": "the folder's name is not that of its run, candidate and digest",
+    "bundle.not_canonical": "JSON that our writer would not have written",
+    "bundle.schema": "a record that does not fit its schema",
+    "bundle.schema_version": "a bundle of another schema version",
+    "bundle.layout": "a file at another place, or records that contradict each other",
+    "bundle.evidence": "a gate result's evidence is absent or changed",
+    "bundle.line_count": "a raw file has another number of lines than stated",
+    "bundle.patch": "candidate.patch is not the patch that was judged",
+    "bundle.cells": "the performance cells are not those of target and tier",
+    "bundle.artifacts": "artifacts are not those that were built and listed, or their digests do not follow",
+    "bundle.identity": "raw lines are about another candidate, target or tier, or name none",
+    "bundle.plan": "the performance plan claims less than target and task ask for",
+    "bundle.error_record": "an error record is not one of its gate",
+    "bundle.outcome": "a gate's outcome does not follow from its raw lines",
+    "bundle.reasons": "a gate's reasons do not follow from its raw lines",
+    "bundle.metric": "a metric does not follow from its raw lines",
+    "bundle.verdict": "the verdict does not follow from the gate results",
+    "bundle.derived": "a Parquet table is not the table of its raw lines",
+    "bundle.report": "a report is not what the records render to",
+    "bundle.check_failed": "values that break a check",
+}
+"""Every reason to refuse a bundle, and what it means."""
 
 _INTACT = "ask the author for an intact copy"
 _SEGMENT = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9._+-]{0,127}")
@@ -39,9 +75,15 @@ def plain_name(path: str) -> bool:
 
 
 def refusal(code: str, message: str, where: str, expected: str, then: str = _INTACT) -> Reason:
-    """A reason to refuse a bundle; what it quotes from the bundle is made harmless to show."""
+    """A reason to refuse a bundle; what it quotes from the bundle is made harmless to show.
+
+    Raises:
+        KeyError: the code is not in `CODES`.
+    """
+    name = f"bundle.{code}"
+    CODES[name]
     return Reason(
-        code=f"bundle.{code}",
+        code=name,
         message=visible_line(message, 500),
         where=visible_line(where, 300),
         expected=visible_line(expected, 300),

@@ -34,6 +34,7 @@ STEPS = (
     "the records name exactly these files",
 )
 _Model = TypeVar("_Model", bound=BaseModel)
+_RECORD_BYTES = 8 << 20
 _FOLDER_DIGEST = re.compile(r".+-([0-9a-f]{12})")
 
 
@@ -175,6 +176,9 @@ def _record(model: type[_Model], path: str, files: dict[str, bytes], reasons: li
     data = files.get(path)
     if data is None:
         reasons.append(refusal("missing_file", "is missing", path, expected))
+        return None
+    if len(data) > _RECORD_BYTES:
+        reasons.append(refusal("too_large", f"{len(data)} bytes", path, f"at most {_RECORD_BYTES} bytes per record"))
         return None
     try:
         value = canonical.parse(data)

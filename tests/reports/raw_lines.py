@@ -245,4 +245,5 @@ def _perf_cell(
     compared = [arm for arm in arms if arm != "standard"]
     checks = {arm: dict.fromkeys(perf_checks.TOLERANCES, 0.0) for arm in compared}
     paths = {arm: {"specialized": calls, "standard": 0} for arm in compared}
-    return {"key": cell.key, "calls": calls, "legs": legs, "checks": checks, "paths": paths}
+    counts = {"calls": calls, "standard_calls": calls}
+    return {"key": cell.key, "legs": legs, "checks": checks, "paths": paths, **counts}

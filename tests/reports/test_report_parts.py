@@ -21,6 +21,7 @@ from harness.records import GATES, Missing, Outcome
 from reports import charts, derive, environment, protocols
 from reports.content.gates import detail_blocks
 from reports.document import Facts, Table
+from reports.folder import CODES, refusal
 from reports.patch import read_patch
 
 # --- patches ---------------------------------------------------------------------------------------------------------
@@ -212,3 +213,22 @@ def test_an_unknown_protocol_is_said_not_guessed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(protocols.MODULES, "scope", "verify.protocol.nothing")
     with pytest.raises(protocols.UnknownProtocolError, match=r"has no verify\.protocol\.nothing"):
         protocols.implementation("scope", "scope/1")
+
+
+# --- reason codes ----------------------------------------------------------------------------------------------------
+
+
+def test_reason_codes_are_documented_and_used() -> None:
+    """A code that nobody explains helps nobody; one that nothing raises misleads."""
+    page = (fixtures.ROOT / "docs/bundle.md").read_text(encoding="utf-8")
+    table = page.partition("## Reasons to refuse")[2].partition("## ")[0]
+    assert dict(re.findall(r"^\| `(bundle\.\w+)` \| (.+) \|$", table, re.MULTILINE)) == CODES
+    source = "".join(path.read_text(encoding="utf-8") for path in (fixtures.ROOT / "reports").rglob("*.py"))
+    raised = {f"bundle.{code}" for code in re.findall(r'refusal\(\s*"(\w+)"', source)}
+    assert raised == set(CODES)
+
+
+def test_a_new_reason_needs_its_code() -> None:
+    """A mistyped code would be a reason that no page explains."""
+    with pytest.raises(KeyError):
+        refusal("no_such_code", "message", "where", "expected")

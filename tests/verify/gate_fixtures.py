@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import pytest
+
 from harness import settings
 from harness.git import Repository
 from harness.records import Candidate
@@ -45,6 +47,16 @@ FILES = {
     "verify/x.py": "",
     "harness/x.py": "",
 }
+
+
+def make_bench(factory: pytest.TempPathFactory, name: str) -> Bench:
+    """A repository of its own that shares its artifact cache with the other test modules of the session."""
+    cache = factory.getbasetemp() / "gate-artifacts"
+    cache.mkdir(exist_ok=True)
+    root = factory.mktemp(name)
+    repo = make_repo(root / "repo")
+    (repo.root / "build").symlink_to(cache)
+    return Bench(repo, root / "scratch")
 
 
 def make_repo(path: Path) -> Repository:

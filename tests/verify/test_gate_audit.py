@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gate_fixtures import FILES, SETTINGS, Bench, make_repo
+from gate_fixtures import FILES, SETTINGS, Bench, make_bench
 
 from harness import sandbox
 from harness.records import EvidenceClass, Outcome
@@ -223,8 +223,7 @@ def test_decision_needs_every_announced_object() -> None:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    root = tmp_path_factory.mktemp("audit")
-    return Bench(make_repo(root / "repo"), root / "scratch")
+    return make_bench(tmp_path_factory, "audit")
 
 
 @needs_sandbox

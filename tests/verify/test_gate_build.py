@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from gate_fixtures import FILES, KERNEL, SETTINGS, Bench, make_repo
+from gate_fixtures import FILES, KERNEL, SETTINGS, Bench, make_bench
 
 from harness import sandbox
 from harness.records import EvidenceClass, Outcome, Reason
@@ -23,8 +23,7 @@ pytestmark = pytest.mark.skipif(_REASON is not None, reason=_REASON.message if _
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    root = tmp_path_factory.mktemp("build")
-    return Bench(make_repo(root / "repo"), root / "scratch")
+    return make_bench(tmp_path_factory, "build")
 
 
 def kernel(addition: str) -> dict[str, str]:
@@ -160,9 +159,11 @@ def test_huge_objects_are_cut(bench: Bench) -> None:
     table = '__attribute__((visibility("default"))) extern const char kHuge[]; const char kHuge[1 << 23] = {1};'
     context = bench.context(bench.commit(kernel(table)))
     context.settings = SETTINGS.model_copy(update={"build": limits})
+    cache = bench.repo.root / "build" / "artifacts"
+    before = set(cache.iterdir())
     result = build.run(context)
     assert result.outcome is Outcome.FAILED
-    assert sum(f.stat().st_size for f in (bench.repo.root / "build").rglob("*") if f.is_file()) < 8 << 20
+    assert set(cache.iterdir()) == before
 
 
 def test_cuda_targets_say_what_is_missing(bench: Bench) -> None:

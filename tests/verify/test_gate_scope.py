@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Sequence
 
 import pytest
-from gate_fixtures import FILES, ROOT, SETTINGS, Bench, make_repo
+from gate_fixtures import FILES, ROOT, SETTINGS, Bench, make_bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,8 +20,7 @@ INCLUDES = SETTINGS.scope.cpp_includes
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    root = tmp_path_factory.mktemp("scope")
-    return Bench(make_repo(root / "repo"), root / "scratch")
+    return make_bench(tmp_path_factory, "scope")
 
 
 def judged(bench: Bench, files: dict[str, str | tuple[str, bytes] | None], allow: tuple[str, ...] = ()) -> GateResult:

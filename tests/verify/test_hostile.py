@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gate_fixtures import Bench, make_repo
+from gate_fixtures import Bench, make_bench
 
 from harness import sandbox
 from harness.records import Outcome
@@ -17,8 +17,7 @@ _REASON = sandbox.unavailable()
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    root = tmp_path_factory.mktemp("hostile")
-    return Bench(make_repo(root / "repo"), root / "scratch")
+    return make_bench(tmp_path_factory, "hostile")
 
 
 @pytest.mark.parametrize("expected", [e for e in EXPECTED if e.gate == "scope"], ids=lambda e: e.id)

@@ -76,7 +76,8 @@ def walk(
     views = {name: view.to_json() for name, view in arena.views().items()}
     hidden = views.pop("hidden")
     worker.call("path.bind", timeout_s=STEP_TIMEOUT_S, mode=mode, pools=views, threads=threads, spoil=list(spoil))
-    refusals, distances = [], []
+    refusals: list[list[str]] = []
+    distances: list[dict[str, Any]] = []
     for batch, want in zip(chain.batches, expected, strict=True):
         arena.put_output("hidden", "nan")
         answer = worker.call("path.step", timeout_s=STEP_TIMEOUT_S, batch=batch_json(batch), hidden=hidden)

@@ -19,7 +19,7 @@ __all__ = ["LONG_DELAY_S", "SHORT_DELAY_S", "Jitter"]
 SHORT_DELAY_S = 0.0002
 """Largest delay of most arrivals."""
 LONG_DELAY_S = 0.002
-"""Delay of one arrival in eight: longer than any region of a small model."""
+"""Delay of one arrival in four: longer than any region of a small model."""
 
 _Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
 _Parallel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
@@ -77,4 +77,4 @@ class Jitter:
         context.barrier = ctypes.cast(self._barrier, ctypes.c_void_p)
 
     def _delay(self) -> float:
-        return LONG_DELAY_S if self._random.random() < 0.125 else self._random.random() * SHORT_DELAY_S
+        return LONG_DELAY_S if self._random.random() < 0.25 else self._random.random() * SHORT_DELAY_S

@@ -8,7 +8,7 @@ are not made here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -18,10 +18,10 @@ from k3_backend.ops import OPS
 from k3_backend.ops.interface import OpSpec, Shape
 from verify.evaluator.inputs import attention, dense, moe, recurrent
 from verify.evaluator.inputs.captured import captured
-from verify.evaluator.inputs.draw import ACTIVATION_KINDS, Case, Draw
+from verify.evaluator.inputs.draw import ACTIVATION_KINDS, Case, Draw, Source
 from verify.evaluator.inputs.masks import Attrs, Inputs, Masks, Tensors
 
-__all__ = ["CAPTURED", "Call", "Case", "Masks", "kinds", "make"]
+__all__ = ["CAPTURED", "Call", "Case", "Masks", "kinds", "make", "nudge"]
 
 CAPTURED = "captured"
 """The input class that every op has: activations and states of a seeded model in mid-decode."""
@@ -91,6 +91,35 @@ def make(case: Case, salt: str = "") -> Call:
     tensors, attrs = captured(draw) if case.kind == CAPTURED else source.draw(draw)
     outputs = _check(spec, g, case, tensors, attrs)
     return Call(case, spec, tensors, attrs, source.masks(tensors, attrs), outputs)
+
+
+def nudge(call: Call) -> Call | None:
+    """The same call with one element of one activation changed, somewhere that matters; None if it has none.
+
+    A result that is remembered under a fingerprint of a part of the inputs is the same for both.
+    """
+    source = Source("nudge", call.case.id, call.case.seed)
+    floating = [
+        spec.name
+        for spec in call.spec.tensors
+        if spec.role == "activation" and spec.dtype == "bf16" and call.tensors[spec.name] is not None
+    ]
+    for name in (floating[int(at)] for at in source.permutation(len(floating))):
+        tensor = call.tensors[name]
+        assert tensor is not None
+        usable = tensor.isfinite()
+        free = call.masks.free.get(name)
+        if free is not None:
+            usable &= ~free.reshape(free.shape + (1,) * (tensor.dim() - free.dim()))
+        places = usable.flatten().nonzero().flatten()
+        if len(places):
+            changed = tensor.clone()
+            at = int(places[source.integer(0, len(places) - 1)])
+            changed.view(-1)[at] = -2.0 * changed.view(-1)[at] - 16.0 * max(
+                1.0, float(tensor[usable].float().square().mean().sqrt())
+            )
+            return replace(call, tensors={**call.tensors, name: changed})
+    return None
 
 
 def _check(spec: OpSpec, g: Geometry, case: Case, tensors: Tensors, attrs: Attrs) -> dict[str, tuple[str, Shape]]:

@@ -36,6 +36,8 @@ BUFFER_BYTES = 1 << 30
 """Shared buffer of the worker; pages are taken when touched."""
 THREADS = 2
 LOAD_TIMEOUT_S = 120.0
+_LASTING = {"denormals_off", "threads_left"}
+"""Events after which the worker is replaced: later cases would suffer from them."""
 MAX_BAD_CASES = 3
 """Failing cases after which the rest of an op's cases is skipped: the outcome is decided."""
 
@@ -183,7 +185,7 @@ class _Campaign:
         line["seconds"] = time.monotonic() - started
         self.ctx.evidence.append("kernels", line)
         self._count(line)
-        return alive
+        return alive and not _LASTING & {event["code"] for event in line.get("events", ())}
 
     def _count(self, line: Line) -> None:
         """Stop an op whose outcome is decided: after a fatal failure, or after several bad cases."""

@@ -1,0 +1,74 @@
+"""A worker on hostile kernels without git or gates: objects from the plain kernels, faults by number of rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from k3_backend.aot.build import build, build_runtime
+from k3_backend.aot.cpu.host import best_arch, runnable_archs
+from k3_backend.aot.manifest import Artifact
+from k3_backend.geometry import geometry
+from tests.hostile.kernels import faults
+from verify.evaluator.execute import run_case
+from verify.evaluator.inputs import Case
+from verify.evaluator.worker import ArmSpec, Worker
+
+ROOT = Path(__file__).resolve().parents[2]
+PICO = geometry("k3-pico")
+ARCH = best_arch(runnable_archs()) or "x86-64-v3"
+FIRST_ROWS = 8
+"""Rows 8 + 2n select fault n; fewer rows and rows 8, 9 none."""
+
+
+def fault_batch(number: int) -> int:
+    """Requests of two tokens whose rows select a fault."""
+    return (FIRST_ROWS + 2 * number) // 2
+
+
+def build_faults(folder: Path) -> tuple[dict[str, Artifact], Path]:
+    """The kernel with all faults, the runtime, and a schedule folder; readable by the sandbox's user."""
+    kernels = folder / "kernels" / "kda_decode"
+    kernels.mkdir(parents=True)
+    (kernels / "cpu.cc").write_text(faults.with_all())
+    (kernels / "cpu.toml").write_text(faults.all_declarations())
+    buckets = [f"[[bucket]]\nmax_rows = {FIRST_ROWS + 2 * n + 1}\nfault = {n}\n" for n in range(len(faults.FAULTS) + 1)]
+    schedules = folder / "schedules"
+    (schedules / "cpu" / PICO.name).mkdir(parents=True)
+    (schedules / "cpu" / PICO.name / "kda_decode.toml").write_text("version = 1\n\n" + "\n".join(buckets))
+    out = folder / "artifacts"
+    artifacts = {
+        "kda_decode": build("kda_decode", ARCH, PICO, folder / "kernels", out),
+        "runtime": build_runtime(out),
+    }
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return artifacts, schedules
+
+
+@contextlib.contextmanager
+def started(artifacts: dict[str, Artifact], schedules: Path, run_dir: Path) -> Iterator[Worker]:
+    """A worker that has loaded the objects."""
+    arm = ArmSpec("specialized", {op: artifact.path for op, artifact in artifacts.items()}, schedules)
+    with Worker.start(arm, base_tree=ROOT, run_dir=run_dir, threads=2, buffer_bytes=1 << 28) as worker:
+        worker.call("op.load", timeout_s=120)
+        yield worker
+
+
+def line_of(worker: Worker, case: Case) -> dict[str, Any]:
+    """The raw line of one case."""
+    line: dict[str, Any] = {"kind": "case", "id": case.id, "op": case.op, "class": case.kind, "seed": case.seed}
+    line |= {"failure": None, "skipped": None, "refused": None}
+    run_case(worker, case, np.random.default_rng(5), line)
+    return line
+
+
+def codes(line: dict[str, Any]) -> set[str]:
+    """Reason codes that one case line gives."""
+    from verify.protocol.kernels import _case_findings
+
+    return {code for code, _, _ in _case_findings(line)}

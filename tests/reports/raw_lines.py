@@ -194,8 +194,10 @@ def perf_lines(
         noise: standard deviation of the log of a leg's time.
     """
     target, limits = settings.target("cpu"), settings.tier(tier)
-    cells = target.cells(limits)
-    claims = (perf_plan.Claim("standard", "faster"), perf_plan.Claim("best", "not_slower"))
+    steps = target.cells(limits)
+    cells = (*steps, *(Cell(scope="kda_decode", batch=batch) for batch in (1, 64)))
+    not_slower = perf_plan.Claim("best", "not_slower")
+    claims = {cell.key: (perf_plan.Claim("standard", "faster"), not_slower) for cell in steps}
     digests = {name.split("/")[0]: digest for name, digest in artifacts.items()}
     plan = perf_plan.Plan(
         target=target.name, tier=tier, band=target.perf.not_slower_band, candidates=20,
@@ -207,7 +209,9 @@ def perf_lines(
         },
         stages=perf_plan.plan_stages(limits.perf_blocks, target.perf.alpha_per_run, 20),
         cells=tuple(
-            perf_plan.CellPlan(cell.key, cell.model_dump(mode="json"), claims, 1000.0, "reading weights")
+            perf_plan.CellPlan(
+                cell.key, cell.model_dump(mode="json"), claims.get(cell.key, (not_slower,)), 1000.0, "reading weights"
+            )
             for cell in cells
         ),
         gain_cells=tuple(cell.key for cell in cells),

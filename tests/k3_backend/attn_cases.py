@@ -241,7 +241,7 @@ def call(
 
 
 # Largest error by output, as a part of the largest expected value, and as a part of the L2 norm. Both sides round to
-# bf16 where the op says so: where fp32 and fp64 sums fall on different sides of a rounding boundary, one element differs
+# bf16 where the op says so: where fp32 and fp64 sums fall on different sides of a rounding boundary, an element differs
 # by one unit in the last place (2^-7 at most), which the first bound allows and the second keeps rare.
 _MAX_ERROR = {"state": 2e-2, "lse": 1e-6}
 _L2_ERROR = {"state": 1e-3, "lse": 1e-6}

@@ -192,6 +192,7 @@ def test_no_sandbox_means_not_evaluated(bench: Bench, monkeypatch: pytest.Monkey
 def test_nothing_of_the_build_is_left_behind(bench: Bench) -> None:
     """Scratch folders pile up, or belong to another user."""
     context = bench.context(bench.commit({SOURCE: KERNEL.replace("1e9f", "4e9f")}))
+    (context.run_dir / "build-of-a-killed-run").mkdir()
     build.run(context)
     assert sorted(p.name for p in context.run_dir.iterdir()) == ["arms", "raw"]
     cache = bench.repo.root / "build" / "artifacts"

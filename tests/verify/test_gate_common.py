@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from gate_fixtures import Bench, make_repo
+from gate_fixtures import ROOT, Bench, make_repo
 
 from harness.errors import FasttrackError
 from harness.records import EvidenceClass, GateResult, Measurement, Missing, Outcome
@@ -96,6 +97,13 @@ def test_results_follow_the_decision() -> None:
         ).evidence_class
         is None
     )
+
+
+def test_the_page_of_reasons_is_complete() -> None:
+    """A report's code is not explained, or the page explains one that no gate gives."""
+    page = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
+    for name, module in (("scope", scope), ("build", build), ("audit", audit)):
+        assert dict(re.findall(rf"^\| `({name}\.\w+)` \| (.+) \|$", page, re.MULTILINE)) == module.CODES
 
 
 def test_codes_are_well_formed_and_belong_to_their_gate() -> None:

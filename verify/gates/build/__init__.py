@@ -7,6 +7,7 @@ both artifacts must have one digest. Sets the arms that later gates compare. Loa
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import tempfile
@@ -35,6 +36,7 @@ JOBS = 2
 _SECOND_EPOCH = 1_000_000_000
 """A date far from the first build's (0)."""
 _STDERR_CHARS = 4000
+_ABANDONED_S = 3600.0
 _LIMIT_SIGNS = re.compile(
     r"killed after \d+ s|out of memory|virtual memory exhausted|Cannot allocate memory|File size limit|Killed signal"
 )
@@ -139,6 +141,8 @@ class _Builder:
         self.geometry: Geometry = geometry(ctx.target.geometry)
         self.cache = artifact_cache(ctx.repo.root)
         self.changed = _changed_folders(ctx)
+        _sweep(ctx.run_dir, "build-*", older_than_s=0.0)
+        _sweep(self.cache, ".building-*", older_than_s=_ABANDONED_S)
 
     def build_all(self, ops: Iterable[str]) -> list[_Unit]:
         """Every op on every architecture, in a fixed order. Folders that name no op are reported, not built."""
@@ -222,6 +226,14 @@ class _Builder:
     def _in_repo(self, text: str) -> str:
         """Exported places as repository paths: that is what the author knows."""
         return text.replace(str(self.kernels), str(KERNELS))
+
+
+def _sweep(folder: Path, pattern: str, *, older_than_s: float) -> None:
+    """Remove what killed builds left behind; folders that another process may still use are younger."""
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):  # another process swept it first
+            if time.time() - path.stat().st_mtime >= older_than_s:
+                shutil.rmtree(path)
 
 
 def _unknown_op(op: str) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from k3_backend.model.weights import ModelWeights
 
 PICO = geometry("k3-pico")
 NANO = geometry("k3-nano")
+# Fewer layers, for tests that run the model often: still two AttnRes blocks, the last one partial, and MLA at the end.
+TINY = replace(PICO, name="k3-tiny", layers=6, mla_layers=(3, 5), attn_res_block=4, experts=8, top_k=3)
 # Every expert is chosen for every token, so that rounding differences cannot flip a near tie of the router.
 PICO_ALL_EXPERTS = replace(PICO, name="k3-pico-all-experts", experts=4, top_k=4)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness import sandbox
@@ -38,9 +38,18 @@ class SandboxRunner:
     limits: BuildLimits
     epoch: int = 0
     """SOURCE_DATE_EPOCH: another value in the second build exposes objects that depend on the date."""
+    versions: dict[tuple[str, ...], subprocess.CompletedProcess[str]] = field(default_factory=dict)
+    """Answers to `<tool> --version`, shared by the runners of one gate: every unit asks, the tools stay."""
 
     def __call__(self, argv: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         """Run one command; a timeout becomes status 124 with a message on stderr."""
+        if list(argv[1:]) != ["--version"]:
+            return self._run(argv, cwd)
+        if tuple(argv) not in self.versions:
+            self.versions[tuple(argv)] = self._run(argv, cwd)
+        return self.versions[tuple(argv)]
+
+    def _run(self, argv: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         limits = sandbox.Limits(
             memory_bytes=self.limits.memory_bytes,
             mapped_bytes=2 << 30,

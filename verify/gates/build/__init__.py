@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterable
@@ -141,6 +142,7 @@ class _Builder:
         self.geometry: Geometry = geometry(ctx.target.geometry)
         self.cache = artifact_cache(ctx.repo.root)
         self.changed = _changed_folders(ctx)
+        self.versions: dict[tuple[str, ...], subprocess.CompletedProcess[str]] = {}
         _sweep(ctx.run_dir, "build-*", older_than_s=0.0)
         _sweep(self.cache, ".building-*", older_than_s=_ABANDONED_S)
 
@@ -193,14 +195,20 @@ class _Builder:
 
     def _timed(self, op: str, arch: str, kernels: Path, out: Path, *, epoch: int) -> tuple[Artifact, float]:
         started = time.monotonic()
-        runner = SandboxRunner(kernels, self.ctx.settings.build, epoch)
-        artifact = build(op, arch, self.geometry, kernels, out, run=runner)
+        artifact = build(op, arch, self.geometry, kernels, out, run=self._runner(kernels, epoch))
         return artifact, time.monotonic() - started
+
+    def _runner(self, kernels: Path, epoch: int = 0) -> SandboxRunner:
+        return SandboxRunner(kernels, self.ctx.settings.build, epoch, self.versions)
+
+    def runtime(self) -> Artifact:
+        """The trusted launcher."""
+        return build_runtime(self.cache, run=self._runner(self.kernels))
 
     def best(self, arch: str) -> dict[str, Artifact]:
         """The current best's kernels for one architecture."""
         kernels = self.ctx.best_tree / KERNELS
-        runner = SandboxRunner(kernels, self.ctx.settings.build)
+        runner = self._runner(kernels)
         with ThreadPoolExecutor(max_workers=JOBS) as pool:
             ops = specialised_ops(kernels)
             built = pool.map(lambda op: build(op, arch, self.geometry, kernels, self.cache, run=runner), ops)
@@ -274,5 +282,5 @@ def _publish(ctx: GateContext, builder: _Builder, units: list[_Unit], host: str 
         ctx.candidate_tree / SCHEDULES,
         builder.best(host),
         ctx.best_tree / SCHEDULES,
-        build_runtime(builder.cache, run=SandboxRunner(builder.kernels, ctx.settings.build)),
+        builder.runtime(),
     )

@@ -33,7 +33,9 @@ GATES: tuple[GateName, ...] = ("scope", "build", "audit", "kernels", "path", "fe
 class Record(BaseModel):
     """Base of all records: immutable, no unknown fields, no NaN or infinity (validators refuse them)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=False, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Outcome(StrEnum):
@@ -180,9 +182,12 @@ class Verdict(Record):
     """For incomplete: what was not evaluated or stayed inconclusive, with the command that would do it."""
 
 
-def decide(target: str, tier: str, required: dict[GateName, EvidenceClass], results: dict[GateName, GateResult]) -> Verdict:
+def decide(
+    target: str, tier: str, required: dict[GateName, EvidenceClass], results: dict[GateName, GateResult]
+) -> Verdict:
     """Derive the verdict: reject if any gate failed; accept only if every required gate passed with evidence of its
-    class (hardware evidence also satisfies static); incomplete otherwise."""
+    class (hardware evidence also satisfies static); incomplete otherwise.
+    """
     failed = tuple(g for g in GATES if g in results and results[g].outcome is Outcome.FAILED)
     unmet: list[Reason] = []
     for gate in (g for g in GATES if g in required):
@@ -199,7 +204,11 @@ def decide(target: str, tier: str, required: dict[GateName, EvidenceClass], resu
             )
         elif result.outcome in (Outcome.INCONCLUSIVE, Outcome.NOT_EVALUATED):
             unmet.extend(result.reasons)
-        elif result.outcome is Outcome.PASSED and needed is EvidenceClass.HARDWARE and result.evidence_class is not EvidenceClass.HARDWARE:
+        elif (
+            result.outcome is Outcome.PASSED
+            and needed is EvidenceClass.HARDWARE
+            and result.evidence_class is not EvidenceClass.HARDWARE
+        ):
             unmet.append(
                 Reason(
                     code="verdict.evidence_class",

@@ -234,7 +234,7 @@ class _Skeleton:
             index.append(places)
         self._names = names
         self._index = np.array(index)
-        good = {"output_row": 0.0, "chain_row": 0.0, "nonfinite": 0.0}
+        good = {"output_broken": 0.0, "chain_broken": 0.0, "nonfinite": 0.0}
         checked = [arm for arm in stage.arms if arm != "standard"]
         self._checks = dict.fromkeys(checked, good)
         self._paths = {arm: {"specialized": 1, "standard": 0} for arm in checked}

@@ -1,12 +1,14 @@
 """Methods that time single ops: a chain of calls over windows of a bank of inputs, one native replay for all of them.
 
-Call i of a chain reads rows i .. i + M - 1 of each activation's bank and writes outputs of its own, so no call repeats
-another's contents and none of them leaves the caches that a real step would find its activations in. States evolve from
+Call i of a chain reads M rows of each activation's bank, a few rows further on than call i - 1, and writes outputs of
+its own, so no call repeats another's contents and none of them leaves the caches that a real step would find its
+activations in. States evolve from
 call to call. The evaluator fills the banks and compares outputs and states; nothing is judged here.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from k3_backend.aot.cpu.launch import LaunchList, Pool
+from k3_backend.model.program import DTYPES
 from k3_backend.ops import OPS
 from k3_backend.ops.interface import TensorSpec
 from k3_backend.ops.registry import standard
@@ -35,8 +38,9 @@ class _OpChain:
     pool: Pool | None
     states: dict[str, Tensor]
     start: dict[str, Tensor]
-    outputs: dict[str, Tensor]
-    """Name -> [calls, *shape]."""
+    output_banks: list[Tensor]
+    outputs: dict[str, list[Tensor]]
+    """Name -> one tensor per call."""
     calls: list[dict[str, Tensor | None]]
     attrs: Mapping[str, int | float]
     launches: LaunchList | None = None
@@ -53,6 +57,7 @@ def chain(
     attrs: Mapping[str, int | float],
     rows: int,
     windows: int,
+    shift: int,
     repeats: int,
 ) -> dict[str, Any]:
     """Bind a chain.
@@ -60,12 +65,14 @@ def chain(
     Args:
         session: the worker's.
         op: op name.
-        tensors: view by name, null for an absent optional one. A tensor with role activation whose size along M is
-            `rows + windows - 1` is a bank; call i gets rows i .. i + rows - 1. All others are shared by all calls.
-        outputs: view by name, [windows, *shape].
+        tensors: view by name, null for an absent optional one. An activation with rows is a bank of
+            `rows + (windows - 1) * shift` rows, of which call i gets `rows` from row `i * shift` on. All others are
+            shared by all calls.
+        outputs: by name `view`, u8 [windows, bytes] with aligned rows, and `dtype` and `shape` of what is in a row.
         attrs: attributes by name.
         rows: M.
         windows: different calls.
+        shift: rows between the windows of neighbouring calls; keeps every window aligned.
         repeats: how often the series of calls is run.
 
     Returns:
@@ -75,14 +82,15 @@ def chain(
     _forget(session)
     spec = OPS[op]
     bound = {name: as_tensor(session, view) for name, view in tensors.items()}
-    results = {name: as_tensor(session, view) for name, view in outputs.items()}
+    results = {name: _results(as_tensor(session, made["view"]), made) for name, made in outputs.items()}
     states = {t.name: bound[t.name] for t in spec.tensors if t.role == "state"}
     calls = [
-        {**{t.name: _window(t, bound[t.name], rows, at) for t in spec.tensors if t.role != "output"}}
+        {t.name: _window(t, bound[t.name], rows, at * shift) for t in spec.tensors if t.role != "output"}
         for at in range(windows)
     ]
     start = {name: state.clone() for name, state in states.items()}
-    made = _OpChain(op, None, states, start, results, calls, dict(attrs), repeats=repeats)
+    banks = [as_tensor(session, made["view"]) for made in outputs.values()]
+    made = _OpChain(op, None, states, start, banks, results, calls, dict(attrs), repeats=repeats)
     if session.kind == "specialized":
         loaded = kernels(session)[op]
         if loaded.choose(rows) is None:
@@ -104,8 +112,8 @@ def reset(session: Session, *, warm: int) -> dict[str, Any]:
     made.kept.clear()
     for name, state in made.states.items():
         state.copy_(made.start[name])
-    for result in made.outputs.values():
-        result.view(torch.uint8).fill_(0xFF)
+    for bank in made.output_banks:
+        bank.fill_(0xFF)
     if made.pool is not None:
         made.pool.scratch[:] = 0xFF
     return {}
@@ -162,6 +170,13 @@ def _window(spec: TensorSpec, tensor: Tensor | None, rows: int, at: int) -> Tens
     if not window.is_contiguous():
         raise ValueError(f"bank {spec.name}: a window along axis {axis} of {list(tensor.shape)} is not contiguous")
     return window
+
+
+def _results(bank: Tensor, made: Mapping[str, Any]) -> list[Tensor]:
+    """Output tensors of all calls, over the rows of a u8 bank."""
+    shape, dtype = tuple(made["shape"]), DTYPES[made["dtype"]]
+    nbytes = math.prod(shape) * dtype.itemsize
+    return [row[:nbytes].view(dtype).view(shape) for row in bank]
 
 
 def _forget(session: Session) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ALIGNMENT", "ITEM_BYTES", "View"]
+__all__ = ["ALIGNMENT", "ITEM_BYTES", "STORAGE", "View"]
 
 ALIGNMENT = 64
 """Bytes; every tensor of a call starts on such a boundary."""
 
-_STORAGE: dict[str, type[np.generic]] = {
+STORAGE: dict[str, type[np.generic]] = {
     "bf16": np.uint16,  # numpy has no bfloat16; the bits are what is compared
     "f32": np.float32,
     "f64": np.float64,
@@ -27,8 +27,9 @@ _STORAGE: dict[str, type[np.generic]] = {
     "i64": np.int64,
     "u8": np.uint8,
 }
+"""dtype name -> how numpy holds it."""
 
-ITEM_BYTES: dict[str, int] = {name: np.dtype(kind).itemsize for name, kind in _STORAGE.items()}
+ITEM_BYTES: dict[str, int] = {name: np.dtype(kind).itemsize for name, kind in STORAGE.items()}
 """Element size of each dtype name of the op interfaces, plus f64 and u8."""
 
 
@@ -76,4 +77,4 @@ class View:
         if self.offset + self.nbytes > buffer.nbytes:
             raise ValueError(f"view {self} ends {self.offset + self.nbytes - buffer.nbytes} bytes beyond the buffer")
         flat = buffer[self.offset : self.offset + self.nbytes]
-        return flat.view(_STORAGE[self.dtype]).reshape(self.shape)
+        return flat.view(STORAGE[self.dtype]).reshape(self.shape)

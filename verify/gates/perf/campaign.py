@@ -29,11 +29,16 @@ MIN_STANDARD_CALLS = 4
 _PROBE_NS = 4_000_000
 _WARM_SHARE = 0.1
 _MAX_CALLS = 1 << 20
-_MAX_TRIES = 4
+_MAX_TRIES = 8
 
 
 class LegTooShort(Exception):  # noqa: N818 - error classes are named for the finding
     """A leg ended below the protocol's least duration: the machine is faster than when the cell was calibrated."""
+
+    def __init__(self, arm: str, nanoseconds: int) -> None:
+        super().__init__(f"a leg of arm {arm} took {nanoseconds} ns; expected {MIN_LEG_NS} or more")
+        self.arm = arm
+        self.nanoseconds = nanoseconds
 
 
 def run_campaign(
@@ -91,7 +96,7 @@ def _run_block(
 class _Calls(NamedTuple):
     """Calls per leg of one cell.
 
-    Arms that are compared closely have the same; the standard arm, which may be many times slower, has what fills a leg.
+    Arms that are compared closely have the same; the standard arm, many times slower maybe, has what fills a leg.
     """
 
     others: int
@@ -100,6 +105,13 @@ class _Calls(NamedTuple):
     def of(self, arm: str) -> int:
         """Calls per leg of an arm."""
         return self.standard if arm == "standard" else self.others
+
+    def longer(self, short: LegTooShort) -> _Calls:
+        """Enough more calls that the short leg would have lasted."""
+        factor = max(1.25, TARGET_LEG_NS / max(1, short.nanoseconds))
+        if short.arm == "standard":
+            return self._replace(standard=math.ceil(self.standard * factor))
+        return self._replace(others=math.ceil(self.others * factor))
 
 
 class _Visit:
@@ -157,12 +169,13 @@ class _Visit:
                 for again in range(len(self._legs.get(cell.key, [])), sweep + 1):
                     self._sweep(cell, again)
                 return
-            except LegTooShort:
-                # The count must be the same in all legs of the block, so all of them are taken again.
+            except LegTooShort as short:
+                # The count must be the same in all legs of the block, so all of them are taken again. That rests on the
+                # shortest leg of any arm, so it favours none.
                 self._restarts[cell.key] += 1
                 self._legs.pop(cell.key, None)
                 self._checks[cell.key] = {}
-                del self.calls[cell.key]
+                self.calls[cell.key] = self.calls[cell.key].longer(short)
         raise RuntimeError(f"cell {cell.key}: legs stay shorter than {MIN_LEG_NS} ns after {_MAX_TRIES} calibrations")
 
     def _calibrate(self, cell: CellPlan) -> None:
@@ -193,7 +206,7 @@ class _Visit:
             leg = self.block.leg(arm, cell, warm=max(1, math.ceil(calls.of(arm) * _WARM_SHARE)))
             legs.append((arm, leg))
             if leg.evaluator_ns < MIN_LEG_NS:
-                raise LegTooShort
+                raise LegTooShort(arm, leg.evaluator_ns)
             left[arm].append(self.block.left(arm, cell))
         if "standard" in left:
             self._standard[cell.key] = left.pop("standard")[0]

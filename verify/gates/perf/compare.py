@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Left", "against_best", "against_reference", "against_standard"]
+__all__ = ["BROKEN_SLACK", "Left", "against_best", "against_reference", "against_standard"]
 
 Array = npt.NDArray[Any]
+
+BROKEN_SLACK = 3
+"""Rows that may be off by more than their own size: in a short chain one near-tie is already some per cent."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +37,37 @@ def against_standard(left: Left, standard: Left) -> dict[str, float]:
     """Distances of a leg's outputs from the standard arm's, on the first calls of the chain, which both ran.
 
     Returns:
-        `nonfinite`: elements that are not finite where the standard's are; `output_row`: largest relative l2 distance
-        of a row of any call; `output_mean`: largest sum |a - b| / sum |b| of a tensor; `choice_rows`, only where ids
-        are chosen: share of rows whose chosen sets differ.
+        `nonfinite`: elements that are not finite where the standard's are; `output_broken`: share of rows whose
+        relative l2 distance is above 1, not counting `BROKEN_SLACK` of them; `output_median`: median of that distance;
+        `output_mean`: sum |a - b| / sum |b| (each the worst of the output tensors); `choice_rows`, only where ids are
+        chosen: share of rows whose chosen sets differ.
     """
-    return _outputs(left, standard, "output")
+    return _outputs(left.outputs, standard.outputs, "output")
 
 
 def against_best(left: Left, best: Left) -> dict[str, float]:
-    """Distances of a leg from the current best's on the whole chain: `chain_row`, `chain_mean`, and `state_mean` of
-    the final states; `nonfinite` and `choice_rows` as above.
+    """Distances of a leg from the current best's on the whole chain: `chain_*` as above, for an op without outputs of
+    its states; and `state_mean` of the final states.
 
     Raises:
         ValueError: the two legs hold different tensors.
     """
-    found = _outputs(left, best, "chain")
+    found = _outputs(left.outputs or left.states, best.outputs or best.states, "chain")
     for name, want in best.states.items():
         got = left.states[name]
         found["nonfinite"] += float((np.isfinite(want) & ~np.isfinite(got)).sum())
         found["state_mean"] = max(found.get("state_mean", 0.0), _mean(got, want))
-        if not best.outputs:  # an op that only changes state
-            found["chain_row"] = max(found["chain_row"], _row(got, want))
     return found
 
 
-def _outputs(left: Left, other: Left, prefix: str) -> dict[str, float]:
-    if set(left.outputs) != set(other.outputs):
-        raise ValueError(f"legs hold {sorted(left.outputs)} and {sorted(other.outputs)}; expected the same tensors")
-    found: dict[str, float] = {"nonfinite": 0.0, f"{prefix}_row": 0.0, f"{prefix}_mean": 0.0}
-    for name in other.outputs:
-        common = min(len(left.outputs[name]), len(other.outputs[name]))
-        got, want = left.outputs[name][:common], other.outputs[name][:common]
+def _outputs(ours: Mapping[str, Array], others: Mapping[str, Array], prefix: str) -> dict[str, float]:
+    if set(ours) != set(others):
+        raise ValueError(f"legs hold {sorted(ours)} and {sorted(others)}; expected the same tensors")
+    broken, median, mean = f"{prefix}_broken", f"{prefix}_median", f"{prefix}_mean"
+    found: dict[str, float] = {"nonfinite": 0.0, broken: 0.0, median: 0.0, mean: 0.0}
+    for name in others:
+        common = min(len(ours[name]), len(others[name]))
+        got, want = ours[name][:common], others[name][:common]
         if np.issubdtype(want.dtype, np.integer):
             differs = (np.sort(got, axis=-1) != np.sort(want, axis=-1)).any(axis=-1)
             found["choice_rows"] = max(found.get("choice_rows", 0.0), float(differs.mean()))
@@ -72,38 +75,41 @@ def _outputs(left: Left, other: Left, prefix: str) -> dict[str, float]:
         found["nonfinite"] += float((np.isfinite(want) & ~np.isfinite(got)).sum())
         # Weights of chosen ids are in the order of the choice, so a near-tie moves whole rows: the mean must do.
         if name != "topk_weights":
-            found[f"{prefix}_row"] = max(found[f"{prefix}_row"], _row(got, want))
-        found[f"{prefix}_mean"] = max(found[f"{prefix}_mean"], _mean(got, want))
+            rows = _rows(got, want)
+            off = int((~(rows <= 1.0)).sum())
+            found[broken] = max(found[broken], max(0, off - BROKEN_SLACK) / rows.size)
+            found[median] = max(found[median], _number(np.median(rows)))
+        found[mean] = max(found[mean], _mean(got, want))
     return found
 
 
 def against_reference(got: Mapping[str, Array], want: Mapping[str, Array]) -> dict[str, float]:
     """Distances of one call's outputs from the evaluator's own expected values (float outputs only)."""
     floats = [name for name, value in want.items() if not np.issubdtype(value.dtype, np.integer)]
-    rows = [_row(got[name], want[name]) for name in floats if name != "topk_weights"]
+    rows = [_number(_rows(got[name], want[name]).max()) for name in floats if name != "topk_weights"]
     return {
         "reference_row": max(rows, default=0.0),
         "reference_mean": max((_mean(got[name], want[name]) for name in floats), default=0.0),
     }
 
 
-_TINY = 1e-30
-
-
-def _row(got: Array, want: Array) -> float:
-    """Largest ||a - b|| / ||b|| over rows (last dimension); NaN counts as infinite."""
+def _rows(got: Array, want: Array) -> Array:
+    """||a - b|| / ||b|| of every row (last dimension)."""
     difference = np.sqrt(np.square(got - want, dtype=np.float64).sum(axis=-1))
     size = np.sqrt(np.square(want, dtype=np.float64).sum(axis=-1))
     usual = float(size.mean()) if size.size else 0.0
     # A row of almost nothing (a fully masked one) is judged on the scale of the others.
-    return _worst(difference / np.maximum(size, max(usual * 1e-3, _TINY)))
+    distances: Array = difference / np.maximum(size, max(usual * 1e-3, _TINY))
+    return distances
 
 
 def _mean(got: Array, want: Array) -> float:
-    return _worst(np.abs(got - want, dtype=np.float64).sum() / max(float(np.abs(want).sum()), _TINY))
+    return _number(np.abs(got - want, dtype=np.float64).sum() / max(float(np.abs(want).sum()), _TINY))
 
 
-def _worst(values: Any) -> float:
-    worst = float(np.max(values, initial=0.0))
-    # Raw lines are JSON, which has no infinity; anything above every tolerance says the same.
-    return worst if np.isfinite(worst) else 1e9
+def _number(value: Any) -> float:
+    """A JSON number; raw lines have no infinity, and anything above every tolerance says the same."""
+    return float(value) if np.isfinite(value) else 1e9
+
+
+_TINY = 1e-30

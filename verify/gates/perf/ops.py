@@ -1,7 +1,7 @@
 """The evaluator's side of a timed op cell: secret inputs as banks, placement, what came out, what was expected.
 
-Call i of a chain sees rows i .. i + M - 1 of each activation bank, so every call has contents of its own. Expected
-values of a sampled call are computed here with the op's reference and never leave this process.
+Call i of a chain sees M rows of each activation bank from row i * shift on, so every call has contents of its own.
+Expected values of a sampled call are computed here with the op's reference and never leave this process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from verify.evaluator.worker import Worker
 from verify.gates.perf.compare import Left, against_reference
 from verify.protocol.perf_plan import CellPlan
 from verify.workers.contents import fill_cache, generator
-from verify.workers.shared import ITEM_BYTES, View
+from verify.workers.shared import ALIGNMENT, ITEM_BYTES, STORAGE, View
 
 __all__ = ["OpCell"]
 
@@ -58,6 +58,7 @@ class OpCell:
         if size["context"] is not None and "kv_cache" in self._tensors and "seq_lens" in self._tensors:
             self._set_context(int(size["context"]), geometry)
         self._written = self._call.masks.written
+        self._shift = self._aligned_shift()
         self._banks = self._draw_banks()
         self._stateful = any(t.role == "state" for t in self._spec.tensors)
         self._repeats: dict[str, int] = {}
@@ -74,16 +75,16 @@ class OpCell:
             calls: length of the chain.
             guard: turns a worker's failure into the arm's fault.
         """
-        each = sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self._call.outputs.values())
+        each = sum(_nbytes(dtype, shape) for dtype, shape in self._call.outputs.values())
         windows = max(1, min(calls, _MAX_WINDOWS, _OUTPUT_BYTES // max(each, 1)))
         self._repeats[arm] = -(-calls // windows)
         windows = -(-calls // self._repeats[arm])
         views: dict[str, View] = {}
         for spec in self._spec.tensors:
             if spec.role == "output":
-                dtype, shape = self._call.outputs[spec.name]
-                views[spec.name] = worker.buffer.view(dtype, (windows, *shape))
-            elif (tensor := self._input(spec, 0, self._rows + windows - 1)) is not None:
+                row = -(-_nbytes(*self._call.outputs[spec.name]) // ALIGNMENT) * ALIGNMENT
+                views[spec.name] = worker.buffer.view("u8", (windows, row))
+            elif (tensor := self._input(spec, 0, self._rows + (windows - 1) * self._shift)) is not None:
                 views[spec.name] = worker.buffer.view(spec.dtype, tuple(tensor.shape))
                 worker.buffer.array(views[spec.name])[...] = _bits(tensor)
         self._views[arm] = views
@@ -93,17 +94,24 @@ class OpCell:
                 timeout_s=60.0,
                 op=self._spec.name,
                 tensors={t.name: _json(views.get(t.name)) for t in self._spec.tensors if t.role != "output"},
-                outputs={name: _json(views[name]) for name in self._call.outputs},
+                outputs={
+                    name: {"view": _json(views[name]), "dtype": dtype, "shape": shape}
+                    for name, (dtype, shape) in self._call.outputs.items()
+                },
                 attrs=self._call.attrs,
                 rows=self._rows,
                 windows=windows,
+                shift=self._shift,
                 repeats=self._repeats[arm],
             )
 
     def left(self, arm: str, worker: Worker) -> Left:
         """Outputs of all windows and the written parts of states."""
         views = self._views[arm]
-        outputs = {name: _values(worker.buffer.array(views[name]), views[name].dtype) for name in self._call.outputs}
+        outputs = {}
+        for name, (dtype, shape) in self._call.outputs.items():
+            rows = worker.buffer.array(views[name])[:, : _nbytes(dtype, shape)]
+            outputs[name] = _values(rows.copy().view(STORAGE[dtype]).reshape(len(rows), *shape), dtype)
         states = {}
         for name, mask in self._written.items():
             states[name] = _values(worker.buffer.array(views[name])[mask.numpy()], views[name].dtype)
@@ -120,16 +128,28 @@ class OpCell:
         windows = len(next(iter(left.outputs.values())))
         if self._expected is None or self._expected[0] >= windows:
             at = 0 if self._stateful else secrets.randbelow(windows)
-            inputs = {t.name: self._input(t, at, self._rows) for t in self._spec.tensors if t.role != "output"}
+            inputs = {
+                t.name: self._input(t, at * self._shift, self._rows) for t in self._spec.tensors if t.role != "output"
+            }
             want = reference(self._spec.name)(inputs, self._call.attrs, dtype=torch.float32)
             self._expected = at, {name: want[name].numpy() for name in self._call.outputs}
         at, expected = self._expected
         return against_reference({name: value[at] for name, value in left.outputs.items()}, expected)
 
+    def _aligned_shift(self) -> int:
+        """Least number of rows by which every bank can be moved without leaving the alignment that ops require."""
+        shift = 1
+        for spec in self._spec.tensors:
+            tensor = self._tensors.get(spec.name)
+            if spec.role == "activation" and "M" in spec.dims and tensor is not None:
+                row = tensor.nbytes // self._rows
+                shift = math.lcm(shift, ALIGNMENT // math.gcd(ALIGNMENT, row))
+        return shift
+
     def _draw_banks(self) -> dict[str, Tensor]:
         """One activation tensor each, with rows enough for the longest chain."""
         banked = [t for t in self._spec.tensors if t.role == "activation" and "M" in t.dims]
-        requests = -(-(self._rows + _MAX_WINDOWS - 1) // self._tokens)
+        requests = -(-(self._rows + (_MAX_WINDOWS - 1) * self._shift) // self._tokens)
         drawn = make(replace(self._case, batch=requests), f"{self._seed}/bank").tensors
         return {t.name: tensor for t in banked if (tensor := drawn[t.name]) is not None}
 
@@ -150,6 +170,10 @@ class OpCell:
         self._tensors["kv_cache"] = torch.from_numpy(cache.view(np.int16)).view(torch.bfloat16)
         self._tensors["block_table"] = torch.from_numpy(table.astype(np.int32))
         self._tensors["seq_lens"] = torch.full((self._batch,), length, dtype=torch.int32)
+
+
+def _nbytes(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def _json(view: View | None) -> dict[str, Any] | None:

@@ -5,7 +5,9 @@ each proposal with its commit before anything judges it, finished gates, and the
 nothing itself and decides nothing about merit; `verify.pipeline` does both.
 
 Each candidate is a commit on top of the current best and is screened at the task's screening tier against that best.
-At the end the last kept candidate is verified at the final tier against the run's baseline; only that verdict accepts.
+Screening only chooses: it keeps a candidate that no gate refuses and whose measured ratio is above 1 in every cell of
+the task, even where so few blocks cannot prove it. At the end the last kept candidate is verified at the final tier
+against the run's baseline, with fresh processes and seeds; only that verdict accepts.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agents.proposal import Exhausted, History, Proposal, Proposer, Tried
 from agents.task import Task
@@ -23,7 +24,7 @@ from harness.git import Repository
 from harness.progress import Progress, silent
 from harness.records import GateName, GateResult, Measurement, Outcome, VerdictWord
 from harness.settings import Settings
-from harness.store import CandidateRow, RunStore
+from harness.store import CandidateOutcome, CandidateRow, RunStore
 from verify.pipeline import EDITABLE_ROOTS, Job, Verification, make_candidate, verify
 from verify.snapshots import export_tree
 
@@ -227,16 +228,26 @@ class Optimization:
         )
         self.store.spend("seconds", time.monotonic() - started)
         self.store.put(f"measured/{row.number}", _ratios(done.results))
-        match done.verdict.word:
-            case VerdictWord.ACCEPT:
-                self.store.put("kept", [*self._kept(), row.number])
-                self.progress(f"candidate {row.number}: kept, faster than the best in every cell of the task")
-            case VerdictWord.REJECT:
-                self.store.finish(row.number, "rejected", _first_reason(done))
-                self.progress(f"candidate {row.number}: rejected, {_first_reason(done)}")
-            case VerdictWord.INCOMPLETE:
-                self.store.finish(row.number, "incomplete", _first_reason(done))
-                self.progress(f"candidate {row.number}: not kept, {_first_reason(done)}")
+        if self._is_better(done):
+            self.store.put("kept", [*self._kept(), row.number])
+            self.progress(f"candidate {row.number}: kept, measured faster than the best in every cell of the task")
+            return
+        outcome: CandidateOutcome = "rejected" if done.verdict.word is VerdictWord.REJECT else "incomplete"
+        self.store.finish(row.number, outcome, _first_reason(done))
+        self.progress(f"candidate {row.number}: {outcome}, {_first_reason(done)}")
+
+    def _is_better(self, done: Verification) -> bool:
+        """Whether a screened candidate becomes the current best."""
+        if done.verdict.word is VerdictWord.ACCEPT:
+            return True
+        open_gates = [gate for gate, result in done.results.items() if result.outcome is not Outcome.PASSED]
+        ratios = _ratios(done.results)
+        return (
+            done.verdict.word is VerdictWord.INCOMPLETE
+            and open_gates == ["perf"]
+            and done.results["perf"].outcome is Outcome.INCONCLUSIVE
+            and all(ratios.get(cell.key, 0.0) > 1.0 for cell in self.task.all_cells())
+        )
 
     def _confirm(self, baseline: Baseline) -> tuple[CandidateRow | None, Verification | None, CandidateRow | None]:
         """Verify kept candidates at the final tier against the baseline, the best one first, until one is accepted."""
@@ -305,7 +316,7 @@ def _first_reason(done: Verification) -> str:
     return done.verdict.unmet[0].message if done.verdict.unmet else done.verdict.word.value
 
 
-def _ratios(results: dict[GateName, GateResult]) -> dict[str, Any]:
+def _ratios(results: dict[GateName, GateResult]) -> dict[str, float]:
     """Measured ratios over the current best by cell, from the perf gate if it ran."""
     perf = results.get("perf")
     if perf is None:

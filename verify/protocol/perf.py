@@ -223,7 +223,7 @@ def _futile(plan: Plan, data: StageData) -> tuple[OutcomeWord, list[Finding]] | 
     """Whether two blocks already show that going on is not worth it, and what that means.
 
     The rule can only end a measurement without acceptance, so it costs power, not validity: a cell that is clearly
-    slower in both blocks is refuted; if the cells that must gain lose on average, the measurement stays inconclusive.
+    slower in both blocks is refuted; if the cells that must gain lose on average in both, it stays inconclusive.
     """
     values = {base: data.values(base, "candidate") for base in ("standard", "best")}
     found: list[Finding] = []
@@ -238,13 +238,15 @@ def _futile(plan: Plan, data: StageData) -> tuple[OutcomeWord, list[Finding]] | 
     if found:
         return "failed", found
     gaining = [at for at, cell in enumerate(plan.cells) if Claim("best", "faster") in cell.claims]
-    mean = float(values["best"][gaining].mean()) if gaining else 1.0
-    if mean < 0:
+    if not gaining:
+        return None
+    better = float(values["best"][gaining].mean(axis=0).max())
+    if better < 0:
         message = (
-            f"the cells that must gain are {math.exp(mean):.4f} times as fast as the current best after two blocks"
+            f"the cells that must gain are at most {math.exp(better):.4f} times as fast as the best in both blocks"
         )
         where = plan.keys[gaining[0]] if len(gaining) == 1 else f"{len(gaining)} task cells"
-        return "inconclusive", [Finding("perf.futile", message, where, "a gain on average", plan.command)]
+        return "inconclusive", [Finding("perf.futile", message, where, "a gain in one of them", plan.command)]
     return None
 
 

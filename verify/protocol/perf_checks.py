@@ -47,8 +47,8 @@ CLOCK_TOLERANCE = 0.03
 """Share by which the evaluator's time of a leg may exceed the worker's own: starting and answering."""
 CLOCK_SHARE = 0.1
 """Share of an arm's legs that may exceed it (a busy machine delays an answer now and then)."""
-_CLOCK_SLACK_NS = 50_000.0
-"""By how much a worker's time may exceed the evaluator's: nothing, but for the resolution of two readings."""
+_CLOCK_SLACK = 0.002
+"""Share by which a worker's time may exceed the evaluator's: nothing, but for reading two clocks."""
 
 _OWN_ARM = "candidate"
 
@@ -155,7 +155,7 @@ def _broken_floors(plan: Plan, data: StageData) -> Iterator[Finding]:
 def _clock(plan: Plan, data: StageData) -> Iterator[Finding]:
     for arm, times in data.legs.items():
         own = data.worker_legs[arm]
-        if (own > times * (1 + 1e-3) + _CLOCK_SLACK_NS).any():
+        if (own > times * (1 + _CLOCK_SLACK)).any():
             message = f"arm {arm} reports more time than passed on the evaluator's clock"
             yield Finding("perf.clock_forged", message, f"arm {arm}", "one clock for both processes", plan.command)
         share = float((times > own * (1 + CLOCK_TOLERANCE)).mean())

@@ -63,7 +63,7 @@ def block_values(baseline: Floats, arm: Floats) -> Floats:
     """
     sweeps = min(baseline.shape[2], arm.shape[2])
     ratios = np.log(baseline[:, :, :sweeps]) - np.log(arm[:, :, :sweeps])
-    halves = ratios.reshape(*ratios.shape[:2], -1)
+    halves = ratios.reshape(*ratios.shape[:2], 2 * sweeps)
     middle: Floats = np.median(halves, axis=2)
     return middle
 

@@ -1,0 +1,139 @@
+"""Synthetic performance measurements: plans, a sampler with arms of known speed, records made by the real campaign."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.progress import silent
+from harness.records import Cell
+from harness.store import EvidenceSink
+from verify.gates.perf.campaign import run_campaign
+from verify.gates.perf.compare import Left
+from verify.gates.perf.sampler import ArmFault, Leg
+from verify.protocol.perf_plan import CellPlan, Claim, Plan, plan_stages
+
+STEP_CELLS = tuple(Cell(scope="step", batch=batch, context=256) for batch in (1, 8, 64))
+OP_CELL = Cell(scope="kda_decode", batch=8)
+
+
+def make_plan(
+    *,
+    blocks: int = 8,
+    candidates: int = 4,
+    task: Sequence[Cell] = (OP_CELL,),
+    cells: Sequence[Cell] = (*STEP_CELLS, OP_CELL),
+    band: float = 0.02,
+    floor_ns: float | None = 1.0,
+) -> Plan:
+    """A plan as the gate makes it: task cells faster than the best, steps faster than standard and not slower."""
+    wanted = {cell.key for cell in task}
+
+    def claims(cell: Cell) -> tuple[Claim, ...]:
+        best = Claim("best", "faster" if cell.key in wanted else "not_slower")
+        return (Claim("standard", "faster"), best) if cell.scope == "step" else (best,)
+
+    return Plan(
+        target="cpu",
+        tier="pr",
+        arms={"standard": {"base": "s"}, "best": {"digest": "b"}, "candidate": {"digest": "c"}},
+        band=band,
+        alpha_per_run=0.01,
+        candidates=candidates,
+        stages=plan_stages(blocks, 0.01, candidates),
+        cells=tuple(
+            CellPlan(cell.key, cell.model_dump(mode="json"), claims(cell), floor_ns, "made up") for cell in cells
+        ),
+        gain_cells=() if task else tuple(cell.key for cell in cells),
+        command="fasttrack verify --gates perf",
+    )
+
+
+@dataclass
+class FakeSampler:
+    """Arms with known times per call. Outputs are a chain in which every call's rows are different."""
+
+    speed: Mapping[str, Callable[[str], float]]
+    """Arm -> cell key -> nanoseconds per call."""
+    noise: float = 0.005
+    seed: int = 1
+    corrupt: Callable[[str, str, Left], Left] = lambda _arm, _key, left: left
+    fault: tuple[int, str, str] | None = None
+    """(block since construction, arm, code): that arm's first leg in that block dies."""
+    worker_factor: float = 1.0
+    """Worker's time relative to the evaluator's, candidate only."""
+    fallback: bool = False
+    blocks: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+    """Arms and seed of every block that was started."""
+    kill_at: int | None = None
+    """Raise KeyboardInterrupt at this leg, counted over all blocks: a kill in the middle of a block."""
+    legs: int = 0
+
+    @contextlib.contextmanager
+    def block(self, arms: Sequence[str], seed: str, cells: Sequence[CellPlan]) -> Iterator[FakeBlock]:  # noqa: ARG002
+        self.blocks.append((tuple(arms), seed))
+        yield FakeBlock(self, seed)
+
+
+class FakeBlock:
+    def __init__(self, sampler: FakeSampler, seed: str) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self.random = random.Random(f"{sampler.seed}/{len(sampler.blocks)}")
+        self.calls: dict[tuple[str, str], int] = {}
+        process = {arm: self.random.gauss(0, sampler.noise) for arm in ("standard", "best", "candidate", "control")}
+        self.process = process
+
+    def prepare(self, arm: str, cell: CellPlan, calls: int) -> None:
+        self.calls[arm, cell.key] = calls
+
+    def leg(self, arm: str, cell: CellPlan, warm: int) -> Leg:  # noqa: ARG002
+        sampler = self.sampler
+        sampler.legs += 1
+        if sampler.kill_at == sampler.legs:
+            raise KeyboardInterrupt
+        if sampler.fault is not None and sampler.fault[:2] == (len(sampler.blocks) - 1, arm):
+            raise ArmFault(arm, sampler.fault[2], f"step.run: {sampler.fault[2]}")
+        calls = self.calls[arm, cell.key]
+        per_call = sampler.speed.get(arm, sampler.speed["best"])(cell.key)
+        elapsed = calls * per_call * math.exp(self.process[arm] + self.random.gauss(0, sampler.noise))
+        factor = sampler.worker_factor if arm == "candidate" else 1.0
+        slow = sampler.fallback and arm == "candidate"
+        return Leg(round(elapsed), round(elapsed * 0.999 * factor), 0 if slow else calls, calls if slow else 0)
+
+    def left(self, arm: str, cell: CellPlan) -> Left:
+        # The first calls of a longer chain are those of a shorter one.
+        values = np.random.default_rng(hash((self.seed, cell.key)) & 0xFFFF).standard_normal((256, 2, 8))
+        outputs = np.resize(values, (self.calls[arm, cell.key], 2, 8)).astype(np.float32)
+        left = Left({"hidden": outputs}, {"state": outputs[-1]})
+        return self.sampler.corrupt(arm, cell.key, left)
+
+    def reference(self, cell: CellPlan, left: Left) -> Mapping[str, float]:  # noqa: ARG002
+        return {}
+
+    def foreign_share(self) -> float:
+        return 0.01
+
+
+def speeds(gain: float | Mapping[str, float], *, standard: float = 2.0, best_ns: float = 200_000.0) -> Any:
+    """Arms whose candidate is 1 + gain times as fast as the best, per cell where a mapping is given."""
+
+    def candidate(key: str) -> float:
+        return best_ns / (1 + (gain if isinstance(gain, float) else gain.get(key, 0.0)))
+
+    return {"standard": lambda _key: best_ns * standard, "best": lambda _key: best_ns, "candidate": candidate}
+
+
+def record(folder: Path, plan: Plan, sampler: FakeSampler) -> list[dict[str, Any]]:
+    """Lines of a finished measurement by the real campaign."""
+    evidence = EvidenceSink(folder)
+    evidence.append("perf", plan.header())
+    run_campaign(plan, sampler, evidence, silent)
+    return evidence.lines("perf")

@@ -1,0 +1,423 @@
+"""The performance decision: right on known speeds, closed against every way of not being a complete measurement."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.records import Cell, Measurement
+from tests.verify.perf_records import OP_CELL, STEP_CELLS, FakeSampler, make_plan, record, speeds
+from verify.protocol import perf
+from verify.protocol.bounds import bounds, trimmed, word
+from verify.protocol.floors import GUARD, Ceilings, Traffic, floor, transfer_ns
+from verify.protocol.perf import decide, summarise
+from verify.protocol.perf_plan import ARMS, Claim, Plan, PlanError, Stage, leg_order, plan_stages
+
+KEYS = [cell.key for cell in (*STEP_CELLS, OP_CELL)]
+
+
+def codes(lines: list[dict[str, Any]]) -> set[str]:
+    return {finding.code for finding in decide(lines).findings}
+
+
+def header_of(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    return next(line for line in lines if line["kind"] == "header")
+
+
+@pytest.fixture(scope="module")
+def accepted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """A complete measurement of a candidate that is 10 % faster everywhere."""
+    return record(tmp_path_factory.mktemp("accepted"), make_plan(), FakeSampler(speeds(0.1)))
+
+
+def test_a_faster_candidate_passes_and_its_ratios_are_the_true_ones(accepted: list[dict[str, Any]]) -> None:
+    """A real gain is not recognised, or is reported with a wrong size."""
+    decision = decide(accepted)
+    assert decision.outcome == "passed", decision.findings
+    for key in KEYS:
+        assert decision.metrics[f"ratio_best/{key}"]["value"] == pytest.approx(1.1, rel=0.01)
+        assert decision.metrics[f"ratio_standard/{key}"]["value"] == pytest.approx(2.2, rel=0.01)
+        Measurement(**decision.metrics[f"ratio_best/{key}"])
+    assert decision.metrics["worst_ratio_best"]["value"] <= decision.metrics[f"ratio_best/{KEYS[0]}"]["value"]
+
+
+def test_identical_speed_is_never_accepted(tmp_path: Path) -> None:
+    """A change that gains nothing reaches a reviewer."""
+    for number in range(5):
+        lines = record(tmp_path / str(number), make_plan(), FakeSampler(speeds(0.0), seed=number))
+        assert decide(lines).outcome in ("failed", "inconclusive")
+
+
+def test_a_precise_measurement_of_the_same_speed_is_a_failure(tmp_path: Path) -> None:
+    """The same speed stays `inconclusive` for ever, however well it is measured."""
+    plan = make_plan(task=STEP_CELLS[:1])
+    lines = record(tmp_path, plan, FakeSampler(speeds(1e-4), noise=0.0005, seed=3))
+    decision = decide(lines)
+    assert decision.outcome in ("failed", "inconclusive")
+    if decision.outcome == "failed":
+        assert codes(lines) <= {"perf.cell_not_faster", "perf.cell_slower"}
+
+
+def test_one_cell_ten_percent_slower_fails_by_name(tmp_path: Path) -> None:
+    """A loss in one cell hides behind gains in all others."""
+    slow = STEP_CELLS[1].key
+    gains = dict.fromkeys(KEYS, 0.3) | {slow: -0.1}
+    lines = record(tmp_path, make_plan(), FakeSampler(speeds(gains)))
+    decision = decide(lines)
+    assert decision.outcome == "failed"
+    assert [(f.code, f.where) for f in decision.findings] == [("perf.cell_slower", slow)]
+    assert sum(line["kind"] == "block" for line in lines) == perf.FUTILITY_BLOCKS, "two blocks show it"
+
+
+def test_a_step_slower_than_the_standard_path_fails(tmp_path: Path) -> None:
+    """A candidate that beats a bad current best, but not the standard path, is accepted."""
+    lines = record(tmp_path, make_plan(), FakeSampler(speeds(0.2, standard=0.7)))
+    assert decide(lines).outcome == "failed"
+    assert codes(lines) == {"perf.cell_slower"}
+
+
+def test_a_loss_inside_the_band_passes_only_where_not_slower_is_asked(tmp_path: Path) -> None:
+    """The declared band is ignored, or is applied to cells that must gain."""
+    gains = dict.fromkeys(KEYS, -0.005) | {OP_CELL.key: 0.2}
+    sampler = FakeSampler(speeds(gains), noise=0.001)
+    assert decide(record(tmp_path / "a", make_plan(), sampler)).outcome == "passed"
+    everywhere = make_plan(task=(*STEP_CELLS, OP_CELL))
+    assert decide(record(tmp_path / "b", everywhere, FakeSampler(speeds(gains), noise=0.001))).outcome != "passed"
+
+
+def test_without_a_task_one_gain_is_needed_and_is_enough(tmp_path: Path) -> None:
+    """A plain patch that is only not slower is accepted, or one that gains in a single cell is refused."""
+    plan = make_plan(task=())
+    gains = dict.fromkeys(KEYS, 0.0) | {KEYS[2]: 0.2}
+    assert decide(record(tmp_path / "gain", plan, FakeSampler(speeds(gains), noise=0.002))).outcome == "passed"
+    lines = record(tmp_path / "none", plan, FakeSampler(speeds(0.0), noise=0.002))
+    assert decide(lines).outcome == "failed"
+    assert codes(lines) == {"perf.no_gain"}
+
+
+def test_a_candidate_with_the_bests_digests_is_not_measured() -> None:
+    """Noise decides about a change that changes nothing."""
+    plan = make_plan()
+    lines = [{**plan.header(), "arms": {"standard": {}, "best": {"digest": "b"}, "candidate": {"digest": "b"}}}]
+    assert codes(lines) == {"perf.identical"}
+    assert decide(lines).outcome == "failed"
+
+
+@pytest.mark.parametrize("missing", ["end", "last block", "first begin", "header", "everything"])
+def test_an_incomplete_record_never_passes(accepted: list[dict[str, Any]], missing: str) -> None:
+    """Missing blocks read as a shorter, still successful measurement."""
+    blocks = [at for at, line in enumerate(accepted) if line["kind"] == "block"]
+    begins = [at for at, line in enumerate(accepted) if line["kind"] == "begin"]
+    drop = {
+        "end": [len(accepted) - 1],
+        "last block": [blocks[-1]],
+        "first begin": [begins[0]],
+        "header": [0],
+        "everything": range(len(accepted)),
+    }[missing]
+    assert decide([line for at, line in enumerate(accepted) if at not in drop]).outcome == "not_evaluated"
+
+
+def test_no_single_removed_line_or_cell_lets_the_record_pass(accepted: list[dict[str, Any]]) -> None:
+    """Some line of the record does not matter."""
+    for at in range(len(accepted)):
+        assert decide(accepted[:at] + accepted[at + 1 :]).outcome != "passed", accepted[at]["kind"]
+    for at, line in enumerate(accepted):
+        if line["kind"] == "block":
+            for cell in range(len(line["cells"])):
+                changed = copy.deepcopy(accepted)
+                del changed[at]["cells"][cell]
+                assert decide(changed).outcome == "not_evaluated"
+
+
+def edit_block(lines: list[dict[str, Any]], change: Any) -> list[dict[str, Any]]:
+    changed = copy.deepcopy(lines)
+    change(next(line for line in changed if line["kind"] == "block"))
+    return changed
+
+
+def shorten(block: dict[str, Any]) -> None:
+    block["cells"][0]["legs"][0][1] = 49_000_000
+
+
+def swap_arms(block: dict[str, Any]) -> None:
+    legs = block["cells"][0]["legs"]
+    legs[0][0], legs[1][0] = legs[1][0], legs[0][0]
+
+
+def other_seed(block: dict[str, Any]) -> None:
+    block["seed"] = "00" * 16
+
+
+def repeat_number(block: dict[str, Any]) -> None:
+    block["block"] = 1
+
+
+def no_calls(block: dict[str, Any]) -> None:
+    block["cells"][0]["calls"] = 0
+
+
+def text_time(block: dict[str, Any]) -> None:
+    block["cells"][0]["legs"][0][1] = "fast"
+
+
+@pytest.mark.parametrize("change", [shorten, swap_arms, other_seed, repeat_number, no_calls, text_time])
+def test_blocks_that_the_protocol_does_not_allow_are_not_evaluated(accepted: list[dict[str, Any]], change: Any) -> None:
+    """Short legs, exchanged arms or a chosen seed count as a measurement."""
+    decision = decide(edit_block(accepted, change))
+    assert decision.outcome == "not_evaluated"
+    assert decision.findings[0].code == "perf.malformed"
+
+
+def test_a_plan_that_overspends_its_error_budget_is_refused(accepted: list[dict[str, Any]]) -> None:
+    """A record with generous levels passes by luck."""
+    for field, value in (("candidates", 400), ("alpha_per_run", 1e-6), ("band", 0.5), ("cells", []), ("stages", [])):
+        changed = copy.deepcopy(accepted)
+        header_of(changed)[field] = value
+        assert decide(changed).outcome == "not_evaluated", field
+        assert codes(changed) == {"perf.plan"}, field
+    changed = copy.deepcopy(accepted)
+    for cell in header_of(changed)["cells"]:
+        cell["claims"] = [{"against": "best", "rule": "not_slower"}]
+    assert codes(changed) == {"perf.plan"}, "nothing has to be faster"
+
+
+def test_wrong_outputs_of_timed_calls_fail_whatever_the_speed(tmp_path: Path) -> None:
+    """Skipped work is fast work."""
+
+    def skip(arm: str, key: str, left: Any) -> Any:
+        if arm == "candidate" and key == KEYS[0]:
+            left.outputs["hidden"][1::2] = left.outputs["hidden"][0:-1:2][: len(left.outputs["hidden"][1::2])]
+        return left
+
+    lines = record(tmp_path, make_plan(), FakeSampler(speeds(0.5), corrupt=skip))
+    assert decide(lines).outcome == "failed"
+    assert codes(lines) == {"perf.output_mismatch"}
+    assert sum(line["kind"] == "block" for line in lines) == 1, "nothing more is measured"
+
+
+def test_wrong_outputs_of_the_best_are_the_rigs_problem(tmp_path: Path) -> None:
+    """A candidate is refused because the arm that it is compared with misbehaves."""
+
+    def spoil(arm: str, key: str, left: Any) -> Any:
+        return type(left)({"hidden": left.outputs["hidden"][::-1].copy()}, left.states) if arm == "best" else left
+
+    lines = record(tmp_path, make_plan(), FakeSampler(speeds(0.5), corrupt=spoil))
+    assert "perf.output_mismatch" in codes(lines) or "perf.baseline_mismatch" in codes(lines)
+    assert decide(lines).outcome != "passed"
+
+
+def test_a_missing_check_is_not_a_passed_one(accepted: list[dict[str, Any]]) -> None:
+    """A record without output checks passes."""
+
+    def drop(block: dict[str, Any]) -> None:
+        block["cells"][0]["checks"]["candidate"] = {}
+
+    assert codes(edit_block(accepted, drop)) == {"perf.output_mismatch"}
+
+
+def test_timed_steps_on_the_standard_path_fail(tmp_path: Path) -> None:
+    """A schedule that makes the planner refuse is timed as if it were specialised."""
+    lines = record(tmp_path, make_plan(), FakeSampler(speeds(0.2), fallback=True))
+    assert codes(lines) == {"perf.fallback"}
+
+
+def test_faster_than_the_machine_fails_and_a_broken_floor_is_inconclusive(tmp_path: Path) -> None:
+    """Physics is not checked, or a wrong floor rejects honest work."""
+    lines = record(tmp_path / "a", make_plan(floor_ns=150_000.0), FakeSampler(speeds(0.5)))
+    assert codes(lines) == {"perf.below_floor"}
+    lines = record(tmp_path / "b", make_plan(floor_ns=170_000.0), FakeSampler(speeds(0.1, standard=0.5)))
+    assert decide(lines).outcome == "inconclusive"
+    assert "perf.floor_wrong" in codes(lines)
+    lines = record(tmp_path / "c", make_plan(floor_ns=None), FakeSampler(speeds(0.1)))
+    assert codes(lines) == {"perf.floor_missing"}
+    assert decide(lines).outcome == "inconclusive"
+
+
+def test_a_control_that_does_not_read_one_makes_everything_inconclusive(tmp_path: Path) -> None:
+    """A rig that favours the second process of a kind passes its candidates."""
+    slow_second = speeds(0.3) | {"control": lambda _key: 200_000.0 * 1.05}
+    lines = record(tmp_path, make_plan(), FakeSampler(slow_second, noise=0.002))
+    assert decide(lines).outcome == "inconclusive"
+    assert codes(lines) == {"perf.control"}
+
+
+def test_the_two_clocks_must_agree(tmp_path: Path) -> None:
+    """Work done outside the timed call, or a forged clock, goes unseen."""
+    late = record(tmp_path / "a", make_plan(), FakeSampler(speeds(0.1), worker_factor=0.9))
+    assert codes(late) == {"perf.clock_disagrees"}
+    forged = record(tmp_path / "b", make_plan(), FakeSampler(speeds(0.1), worker_factor=1.2))
+    assert "perf.clock_forged" in codes(forged)
+    assert decide(forged).outcome == "inconclusive"
+
+
+@pytest.mark.parametrize("code", ["crash", "timeout", "error", "protocol"])
+def test_a_candidate_that_dies_fails_and_another_arm_that_dies_does_not(tmp_path: Path, code: str) -> None:
+    """A crash counts as a missing measurement, or somebody else's crash as the candidate's."""
+    lines = record(tmp_path / "candidate", make_plan(), FakeSampler(speeds(0.1), fault=(1, "candidate", code)))
+    assert decide(lines).outcome == "failed"
+    assert codes(lines) == {f"perf.{code}"}
+    lines = record(tmp_path / "best", make_plan(), FakeSampler(speeds(0.1), fault=(1, "best", code)))
+    assert decide(lines).outcome == "inconclusive"
+    assert codes(lines) == {"perf.rig_fault"}
+
+
+def test_both_stages_must_agree(tmp_path: Path) -> None:
+    """A lucky search stage is enough."""
+
+    class Fading(FakeSampler):
+        def block(self, arms: Any, seed: str, cells: Any) -> Any:
+            if len(self.blocks) == 4:
+                self.speed = speeds(0.0)
+            return super().block(arms, seed, cells)
+
+    lines = record(tmp_path, make_plan(), Fading(speeds(0.2), noise=0.002))
+    assert sum(line["kind"] == "block" for line in lines) == 8
+    assert decide(lines).outcome in ("failed", "inconclusive")
+
+
+def test_summary_has_every_cell_with_words_blocks_and_controls(accepted: list[dict[str, Any]]) -> None:
+    """The report cannot show what was decided on."""
+    summary = summarise(accepted)
+    assert [Cell(**cell["cell"]).key for cell in summary["cells"]] == KEYS
+    for cell in summary["cells"]:
+        assert {c["word"] for c in cell["against"].values()} == {"FAST"}
+        assert all(len(c["blocks"]) == 8 and c["low"] < c["ratio"] < c["high"] for c in cell["against"].values())
+        assert cell["median_us"]["best"] == pytest.approx(200.0, rel=0.02)
+    assert dict(summary["controls"])["blocks interrupted and repeated"] == "0"
+    begun = summarise([line for line in accepted if line["kind"] in ("header", "begin", "end")])
+    assert {c["word"] for cell in begun["cells"] for c in cell["against"].values()} == {"????"}
+
+
+def test_decisions_survive_a_round_trip_through_json(accepted: list[dict[str, Any]]) -> None:
+    """A stranger decides differently from the gate."""
+    again = [json.loads(json.dumps(line)) for line in accepted]
+    assert decide(again) == decide(accepted)
+
+
+def test_stage_levels_multiply_to_the_candidates_share() -> None:
+    """The error of a run is spent twice, or not at all."""
+    for blocks in (2, 3, 4, 8, 20):
+        for candidates in (1, 20):
+            stages = plan_stages(blocks, 0.01, candidates)
+            assert math.prod(stage.alpha for stage in stages) == pytest.approx(0.01 / candidates)
+            assert sum(stage.blocks for stage in stages) == blocks
+            assert stages[0].control
+    with pytest.raises(PlanError, match="at least 2"):
+        plan_stages(1, 0.01, 1)
+
+
+def test_legs_are_palindromes_in_an_order_that_depends_on_the_seed() -> None:
+    """Drift does not cancel, or a candidate knows when it is its turn."""
+    orders = {leg_order(f"{seed:032x}", "step/b1", 0, ARMS) for seed in range(40)}
+    assert len(orders) == 6
+    for order in orders:
+        assert order == order[::-1]
+        assert order.count("standard") == 1
+        assert all(order.count(arm) == 2 for arm in ARMS[1:])
+    assert "standard" not in leg_order("00", "step/b1", 1, ARMS)
+
+
+def test_futility_needs_the_loss_in_both_blocks(tmp_path: Path) -> None:
+    """One disturbed block ends a good candidate's measurement."""
+
+    class Disturbed(FakeSampler):
+        def block(self, arms: Any, seed: str, cells: Any) -> Any:
+            self.speed = speeds(-0.2 if not self.blocks else 0.2)
+            return super().block(arms, seed, cells)
+
+    lines = record(tmp_path, make_plan(blocks=20), Disturbed(speeds(0.2), noise=0.002))
+    assert sum(line["kind"] == "block" for line in lines) > perf.FUTILITY_BLOCKS
+
+
+@given(
+    values=st.lists(st.floats(-1, 1), min_size=2, max_size=30),
+    shift=st.floats(-1, 1),
+    alpha=st.floats(1e-4, 0.4),
+)
+@settings(max_examples=60, deadline=None)
+def test_bounds_enclose_the_mean_and_move_with_the_data(values: list[float], shift: float, alpha: float) -> None:
+    """Bounds cross, or depend on where zero is."""
+    data = np.array([values])
+    found = bounds(data, alpha)
+    assert found.low[0] <= found.mean[0] <= found.high[0]
+    moved = bounds(data + shift, alpha)
+    assert moved.low[0] == pytest.approx(found.low[0] + shift, abs=1e-9)
+    assert bounds(-data, alpha).high[0] == pytest.approx(-found.low[0], abs=1e-9)
+
+
+def test_bounds_have_their_level_on_normal_noise() -> None:
+    """The stated error probability is not the real one (3 sigma of 20,000 trials)."""
+    rng = np.random.default_rng(5)
+    for blocks in (3, 4, 8, 10, 20):
+        for alpha in (0.1, 0.0224):
+            low = bounds(rng.standard_normal((20_000, blocks)), alpha).low
+            assert float((low > 0).mean()) == pytest.approx(alpha, abs=3 * math.sqrt(alpha / 20_000) + 0.1 * alpha)
+
+
+def test_one_outlier_block_does_not_undo_the_evidence_of_ten() -> None:
+    """One disturbed block in ten makes a clear gain ambiguous."""
+    rng = np.random.default_rng(6)
+    values = 0.05 + 0.005 * rng.standard_normal((1, 10))
+    values[0, 3] = -0.8
+    assert trimmed(10) == 1
+    assert bounds(values, 0.0224).low[0] > 0
+
+
+def test_words_need_evidence_to_leave_ambiguity() -> None:
+    """A wide interval reads as the same speed."""
+    assert word(0.01, 0.5, 0.02) == "FAST"
+    assert word(-0.5, -0.03, 0.02) == "SLOW"
+    assert word(-0.01, 0.015, 0.02) == "SAME"
+    assert word(-0.3, 0.3, 0.02) == "AMBG"
+    assert word(-0.3, 0.01, 0.02) == "AMBG"
+
+
+CEILINGS = Ceilings(
+    threads=2,
+    read=((1000, 100.0), (10_000, 10.0)),
+    write=((1000, 50.0), (10_000, 5.0)),
+    copy=((1000, 80.0), (10_000, 20.0)),
+    fma_gflops=100.0,
+    bf16_gflops=1000.0,
+    bf16_unit="amx",
+)
+
+
+def test_floors_count_each_byte_at_the_fastest_cache_it_could_be_in() -> None:
+    """A working set larger than a cache is judged as if it all came from memory, or all from the cache."""
+    assert transfer_ns(500, CEILINGS.read) == pytest.approx(5.0)
+    assert transfer_ns(2000, CEILINGS.read) == pytest.approx(10.0 + 100.0)
+    assert transfer_ns(20_000, CEILINGS.read) == pytest.approx(10.0 + 1900.0)
+    slower_small = ((1000, 1.0), (10_000, 10.0))
+    assert transfer_ns(500, slower_small) == pytest.approx(50.0), "a ceiling is the best of what was seen"
+
+
+def test_the_floor_is_its_slowest_resource() -> None:
+    """Arithmetic or writing is left out of the floor."""
+    assert floor(Traffic(500, 0, 0), CEILINGS).ns == pytest.approx(5.0)
+    assert floor(Traffic(0, 500, 0), CEILINGS).ns == pytest.approx(10.0)
+    compute = floor(Traffic(500, 0, 1e6), CEILINGS)
+    assert compute.ns == compute.arithmetic_ns == pytest.approx(1000.0)
+    assert 0 < GUARD < 0.1
+    assert Ceilings.from_json(json.loads(json.dumps(CEILINGS.record()))) == CEILINGS
+
+
+def test_plans_read_back_as_they_were_written() -> None:
+    """The decision reads another plan than the gate followed."""
+    plan = make_plan(task=())
+    assert Plan.from_header(json.loads(json.dumps(plan.header()))) == plan
+    broken = make_plan().header()
+    broken["cells"][0]["claims"][0]["rule"] = "perhaps"
+    with pytest.raises(PlanError, match="unknown claim"):
+        Plan.from_header(broken)
+    assert Stage("search", 2, 0.1, control=False).arms == ARMS[:3]
+    assert Claim("best", "faster") != Claim("best", "not_slower")

@@ -65,7 +65,12 @@ def points(op: LoadedOp) -> list[dict[str, int]]:
 
 
 # What decides a result's bits besides the inputs; every other tunable must not. `threads` is nowhere among them.
-DECIDES_BITS = {"mla_decode": ("split", "tile"), "mla_query": ("form",), "mla_value": ("form",)}
+DECIDES_BITS = {
+    "kda_decode": ("gates",),
+    "mla_decode": ("split", "tile"),
+    "mla_query": ("form",),
+    "mla_value": ("form",),
+}
 
 
 def small_cases(op: str, g: Geometry) -> list[Case]:

@@ -7,7 +7,10 @@
 // also be shared out over workers. Results do not depend on the number of workers, the partition, or the other tunables.
 #include "k3_cpu.h"
 
+#include <algorithm>
+
 #include "common/attention.h"
+#include "common/gemm.h"
 
 namespace {
 
@@ -15,7 +18,7 @@ using namespace k3;
 
 constexpr int H = K3_HEADS, K = K3_KDA_HEAD_DIM, W = H * K, W3 = 3 * W, R = K3_KDA_GATE_RANK, P = K3_KDA_PROJ_ROWS;
 constexpr int kTaps = 4;  // conv width
-static_assert(K3_CONV_WIDTH == kTaps && K % kLanes == 0 && R % kPairs == 0, "vector loops below have no tails");
+static_assert(K3_CONV_WIDTH == kTaps && K % gemm::kTile == 0 && R % 32 == 0, "the loops below have no tails");
 constexpr int kGate = 3 * W, kForget = 4 * W, kBeta = 4 * W + R;  // columns of the packed projection row
 
 enum Partition { kByRequest = 0, kByHead = 1, kByRow = 2 };
@@ -34,7 +37,8 @@ struct Call {
   bf16* out;
   float gate_lower_bound, eps, l2_eps;
   int64_t B, T, taps;
-  int64_t prefetch;
+  int64_t partition, prefetch;
+  bool gates_together;
 };
 
 // What the sweep over the state needs of one token of one item, and its result.
@@ -47,8 +51,21 @@ struct Item {
   int64_t b, h;
 };
 
-Item item_at(const Call& c, int64_t i, int64_t partition) {
-  return partition == kByHead ? Item{i % c.B, i / c.B} : Item{i / H, i % H};
+Item item_at(const Call& c, int64_t i) { return c.partition == kByHead ? Item{i % c.B, i / c.B} : Item{i / H, i % H}; }
+
+// Requests [b0, b1) by heads [h0, h1) that contain the items [begin, end).
+struct Block {
+  int64_t begin, end, b0, b1, h0, h1;
+};
+
+// The longest run of items from `begin` on whose tokens fit one matrix product.
+Block block_at(const Call& c, int64_t begin, int64_t limit) {
+  const int64_t requests = gemm::kMaxTokens / c.T;
+  int64_t end = c.partition == kByHead ? std::min(begin + requests, (begin / c.B + 1) * c.B) : (begin / H + requests) * H;
+  end = std::min(end, limit);
+  const Item first = item_at(c, begin), last = item_at(c, end - 1);
+  const bool whole = first.b != last.b && c.partition != kByHead;  // several requests: all heads between the ends
+  return {begin, end, first.b, last.b + 1, whole ? 0 : first.h, whole ? H : last.h + 1};
 }
 
 // The state an item starts from, or null if its request is null.
@@ -74,11 +91,10 @@ float conv_silu(const Call& c, const bf16* const (&rows)[kTaps], int64_t channel
   return sum(squares);
 }
 
-// a = exp(bound * sigmoid(exp(A_log) * (bf16(F_b f_a) + dt_bias)))
-void forget_gate(const Call& c, const bf16* f_a, int64_t h, float* a) {
+// g = bf16(F_b f_a) of one head, one dot product per channel.
+void project_gate(const Call& c, const bf16* f_a, int64_t h, bf16* g) {
   vb x[R / kPairs];
   for (int r = 0; r < R / kPairs; ++r) x[r] = load_pairs(f_a + r * kPairs);
-  const vf rate = exp(set1(c.a_log[h])), bound = set1(c.gate_lower_bound);
   for (int d = 0; d < K; d += kLanes) {
     vf acc[kLanes];
     for (int l = 0; l < kLanes; ++l) {
@@ -86,13 +102,38 @@ void forget_gate(const Call& c, const bf16* f_a, int64_t h, float* a) {
       acc[l] = zero();
       for (int r = 0; r < R / kPairs; ++r) acc[l] = dot_pairs(acc[l], load_pairs(row + r * kPairs), x[r]);
     }
-    const vf g = round_bf16(sum_each(acc)) + load(c.dt_bias + h * K + d);
-    store(a + d, exp(bound * sigmoid(rate * g)));
+    store(g + d, sum_each(acc));
   }
 }
 
-// Everything before the state, for all tokens of an item; then shifts the item's channels of the conv state.
-void prepare(const Call& c, Item item, Token* tokens) {
+// Memory of one worker for the gates of a block of items: requests [b0, b1) by heads [h0, h1).
+struct alignas(64) Gates {
+  bf16 f_a[gemm::kMaxTokens * R], acts[gemm::kMaxTokens * R];
+  bf16 g[gemm::kMaxTokens * W];  // [token][channel]
+};
+
+// The same for all tokens of a block as one matrix product.
+void project_gates(const Call& c, Block block, Gates& gates) {
+  const int tokens = int((block.b1 - block.b0) * c.T);
+  for (int m = 0; m < tokens; ++m) memcpy(gates.f_a + m * R, c.proj + (block.b0 * c.T + m) * P + kForget, R * sizeof(bf16));
+  const gemm::MatrixUnit unit;
+  const bf16* acts = gemm::Panels::stage(gemm::Team{nullptr, 0, 1}, gates.f_a, tokens, R, gates.acts);
+  gemm::for_tiles<1, gemm::Panels>(
+      gemm::Weights{c.f_b, R}, {block.h0 * K / gemm::kTile, block.h1 * K / gemm::kTile}, {2, false}, R, acts, tokens,
+      [&](int64_t t, int p, const gemm::Tile* tile, int valid) {
+        gemm::Panels::store_bf16(*tile, gates.g + p * gemm::kTile * W + t * gemm::kTile, W, valid);
+      });
+}
+
+// a = exp(bound * sigmoid(exp(A_log) * (g + dt_bias)))
+void decay(const Call& c, int64_t h, const bf16* g, float* a) {
+  const vf rate = exp(set1(c.a_log[h])), bound = set1(c.gate_lower_bound);
+  for (int d = 0; d < K; d += kLanes) store(a + d, exp(bound * sigmoid(rate * (load(g + d) + load(c.dt_bias + h * K + d)))));
+}
+
+// Everything before the state, for all tokens of an item; then shifts the item's channels of the conv state. `gate` is the
+// item's first row of ready gates, or null.
+void prepare(const Call& c, Item item, const bf16* gate, Token* tokens) {
   const int64_t acc = c.accepted[item.b], base = item.h * K;
   bf16* conv = c.conv_state + c.slots[item.b * c.T] * c.taps * W3;
   const bf16* x = c.proj + item.b * c.T * P;
@@ -102,10 +143,12 @@ void prepare(const Call& c, Item item, Token* tokens) {
     const bf16* rows[kTaps];
     for (int j = 0; j < kTaps; ++j) rows[j] = t + j < 3 ? conv + (acc - 1 + t + j) * W3 : row + (j - 3) * P;
     float q[K];
+    bf16 g[K];
     const float q_scale = 1.0f / __builtin_sqrtf((conv_silu(c, rows, base, q) + c.l2_eps) * K);
     const float k_scale = 1.0f / __builtin_sqrtf(conv_silu(c, rows, W + base, token.k) + c.l2_eps);
     conv_silu(c, rows, 2 * W + base, token.v);
-    forget_gate(c, row + kForget, item.h, token.a);
+    if (!gate) project_gate(c, row + kForget, item.h, g);
+    decay(c, item.h, gate ? gate + t * W : g, token.a);
     vf kq = zero();
     for (int d = 0; d < K; d += kLanes) {
       const vf qd = load(q + d) * set1(q_scale), kd = load(token.k + d) * set1(k_scale), ad = load(token.a + d);
@@ -199,53 +242,63 @@ void finish(const Call& c, Item item, const Token* tokens, bool live) {
   }
 }
 
+// Calls fn(item, gate) for the items of a range in order; gates are made block by block, or left to `prepare`.
+template <typename F>
+void for_items(const Call& c, Range range, Gates& gates, F&& fn) {
+  for (int64_t i = range.begin; i < range.end;) {
+    const Block block = block_at(c, i, range.end);
+    if (c.gates_together) project_gates(c, block, gates);
+    for (; i < block.end; ++i) {
+      const Item item = item_at(c, i);
+      fn(i, item, c.gates_together ? gates.g + (item.b - block.b0) * c.T * W + item.h * K : nullptr);
+    }
+  }
+}
+
 // Items are independent: each worker takes a run of them from start to end.
-void by_item(const K3Context* ctx, const Call& c, Sweep sweep, int32_t threads, int64_t partition) {
-  Token* scratch = static_cast<Token*>(ctx->scratch);
+void by_item(const K3Context* ctx, const Call& c, Sweep sweep, int32_t threads) {
+  Gates* gates = static_cast<Gates*>(ctx->scratch);
+  Token* scratch = reinterpret_cast<Token*>(gates + ctx->max_workers);
   parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
     Token* tokens = scratch + worker * c.T;
     const Range mine = share(c.B * H, worker, workers);
-    const float* src = mine.begin < mine.end ? source(c, item_at(c, mine.begin, partition)) : nullptr;
-    for (int64_t i = mine.begin; i < mine.end; ++i) {
-      const Item item = item_at(c, i, partition);
-      const float* next = i + 1 < mine.end ? source(c, item_at(c, i + 1, partition)) : nullptr;
+    for_items(c, mine, gates[worker], [&](int64_t i, Item item, const bf16* gate) {
+      const float* src = source(c, item);
       if (src) {
-        prepare(c, item, tokens);
-        sweep(c, item, tokens, src, next, 0, K);
+        prepare(c, item, gate, tokens);
+        sweep(c, item, tokens, src, i + 1 < mine.end ? source(c, item_at(c, i + 1)) : nullptr, 0, K);
       }
       finish(c, item, tokens, src != nullptr);
-      src = next;
-    }
+    });
   });
 }
 
 // Every worker takes a share of each state's V rows. Items go in waves that fit the scratch; the barriers order the three
 // phases: tokens are prepared by one worker and read by all, `o` is written by all and read by one.
 void by_row(const K3Context* ctx, const Call& c, Sweep sweep, int32_t threads, int64_t v_block) {
-  Token* scratch = static_cast<Token*>(ctx->scratch);
-  const int64_t items = c.B * H, wave = ctx->scratch_bytes / int64_t(sizeof(Token)) / c.T;
+  Gates* gates = static_cast<Gates*>(ctx->scratch);
+  Token* scratch = reinterpret_cast<Token*>(gates + ctx->max_workers);
+  const int64_t free = ctx->scratch_bytes - ctx->max_workers * int64_t(sizeof(Gates));
+  const int64_t items = c.B * H, wave = free / int64_t(sizeof(Token)) / c.T;
   parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
     const Range rows = share(K / v_block, worker, workers);
+    const int64_t v0 = rows.begin * v_block, v1 = rows.end * v_block;
     for (int64_t first = 0; first < items; first += wave) {
-      const int64_t count = items - first < wave ? items - first : wave;
-      const Range mine = share(count, worker, workers);
-      for (int64_t i = mine.begin; i < mine.end; ++i) {
-        const Item item = item_at(c, first + i, kByRow);
-        if (source(c, item)) prepare(c, item, scratch + i * c.T);
+      const int64_t end = std::min(first + wave, items);
+      Range mine = share(end - first, worker, workers);
+      mine = {first + mine.begin, first + mine.end};
+      for_items(c, mine, gates[worker], [&](int64_t i, Item item, const bf16* gate) {
+        if (source(c, item)) prepare(c, item, gate, scratch + (i - first) * c.T);
+      });
+      if (workers > 1) ctx->barrier(ctx);
+      for (int64_t i = first; i < end; ++i) {
+        const float* src = source(c, item_at(c, i));
+        const float* next = i + 1 < end ? source(c, item_at(c, i + 1)) : nullptr;
+        if (src) sweep(c, item_at(c, i), scratch + (i - first) * c.T, src, next ? next + v0 * K : nullptr, v0, v1);
       }
       if (workers > 1) ctx->barrier(ctx);
-      for (int64_t i = 0; i < count; ++i) {
-        const Item item = item_at(c, first + i, kByRow);
-        const float* src = source(c, item);
-        const float* next = i + 1 < count ? source(c, item_at(c, first + i + 1, kByRow)) : nullptr;
-        if (next) next += rows.begin * v_block * K;
-        if (src) sweep(c, item, scratch + i * c.T, src, next, rows.begin * v_block, rows.end * v_block);
-      }
-      if (workers > 1) ctx->barrier(ctx);
-      for (int64_t i = mine.begin; i < mine.end; ++i) {
-        const Item item = item_at(c, first + i, kByRow);
-        finish(c, item, scratch + i * c.T, source(c, item) != nullptr);
-      }
+      for (int64_t i = mine.begin; i < mine.end; ++i)
+        finish(c, item_at(c, i), scratch + (i - first) * c.T, source(c, item_at(c, i)) != nullptr);
       if (workers > 1) ctx->barrier(ctx);
     }
   });
@@ -282,7 +335,9 @@ K3_EXPORT(kda_decode) {
   c.eps = in.real();
   c.l2_eps = in.real();
   const int32_t threads = int32_t(in.integer());
-  const int64_t partition = in.integer(), v_block = in.integer();
+  c.partition = in.integer();
+  c.gates_together = in.integer() != 0;
+  const int64_t v_block = in.integer();
   c.prefetch = in.integer();
   if (in.finish()) return -1;
   c.B = slots[0];
@@ -292,12 +347,13 @@ K3_EXPORT(kda_decode) {
   if (proj[1] != P || proj[0] != c.B * c.T || conv_state[2] != W3 || state[1] != H || state[3] != K || state[0] != conv_state[0])
     in.fail("shapes differ from the geometry this kernel was built for");
   else if (c.taps < c.T + 2) in.fail("conv_state: fewer than T + 2 taps");
-  else if (c.T * int64_t(sizeof(Token)) * ctx->max_workers > ctx->scratch_bytes) in.fail("scratch too small for T tokens per worker");
-  else if (!sweep || partition < kByRequest || partition > kByRow || threads < 1 || c.prefetch < 0 || c.prefetch > K)
+  else if (c.T > gemm::kMaxTokens || ctx->max_workers * int64_t(sizeof(Gates) + c.T * sizeof(Token)) > ctx->scratch_bytes)
+    in.fail("scratch too small for a worker's gates and T tokens");
+  else if (!sweep || c.partition < kByRequest || c.partition > kByRow || threads < 1 || c.prefetch < 0 || c.prefetch > K)
     in.fail("tunables: value not declared in cpu.toml");
   else if (const char* why = check(c, state[0])) in.fail(why);
   if (in.finish()) return -1;
-  if (partition == kByRow) by_row(ctx, c, sweep, threads, v_block);
-  else by_item(ctx, c, sweep, threads, partition);
+  if (c.partition == kByRow) by_row(ctx, c, sweep, threads, v_block);
+  else by_item(ctx, c, sweep, threads);
   return 0;
 }

@@ -94,6 +94,9 @@ class FakeBlock:
     def prepare(self, arm: str, cell: CellPlan, calls: int) -> None:
         self.calls[arm, cell.key] = calls
 
+    def fit(self, cell: CellPlan, calls: int) -> int:
+        return calls if cell.is_step else -(-calls // 7) * 7
+
     def leg(self, arm: str, cell: CellPlan, warm: int) -> Leg:  # noqa: ARG002
         sampler = self.sampler
         sampler.legs += 1

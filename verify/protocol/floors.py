@@ -90,6 +90,11 @@ class Floor:
         return max(self.memory_ns, self.arithmetic_ns)
 
     @property
+    def resource(self) -> str:
+        """What bounds the call: `memory` or `arithmetic`."""
+        return "arithmetic" if self.arithmetic_ns >= self.memory_ns else "memory"
+
+    @property
     def memory_ns(self) -> float:
         """The memory part of it."""
         return max(self.read_ns, self.write_ns, self.move_ns)

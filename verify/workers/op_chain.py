@@ -21,9 +21,10 @@ from k3_backend.aot.cpu.launch import LaunchList, Pool
 from k3_backend.model.program import DTYPES
 from k3_backend.ops import OPS
 from k3_backend.ops.interface import TensorSpec
-from k3_backend.ops.registry import standard
+from k3_backend.ops.registry import Standard, standard
 from k3_backend.step.run import DecodeBackend
 from verify.workers.arm import kernels
+from verify.workers.compiled import compiled_op
 from verify.workers.main import Method, Session
 from verify.workers.op_methods import as_tensor
 
@@ -34,7 +35,7 @@ _AREA = "op_chain"
 
 @dataclass
 class _OpChain:
-    op: str
+    standard: Standard
     pool: Pool | None
     states: dict[str, Tensor]
     start: dict[str, Tensor]
@@ -59,6 +60,7 @@ def chain(
     windows: int,
     shift: int,
     repeats: int,
+    compile_mode: str | None = None,
 ) -> dict[str, Any]:
     """Bind a chain.
 
@@ -74,6 +76,7 @@ def chain(
         windows: different calls.
         shift: rows between the windows of neighbouring calls; keeps every window aligned.
         repeats: how often the series of calls is run.
+        compile_mode: mode of torch.compile for the standard arm; eager if null.
 
     Returns:
         `refused`: why no planner would launch this, else null.
@@ -90,7 +93,8 @@ def chain(
     ]
     start = {name: state.clone() for name, state in states.items()}
     banks = [as_tensor(session, made["view"]) for made in outputs.values()]
-    made = _OpChain(op, None, states, start, banks, results, calls, dict(attrs), repeats=repeats)
+    function = standard(op) if compile_mode is None else compiled_op(op, compile_mode)
+    made = _OpChain(function, None, states, start, banks, results, calls, dict(attrs), repeats=repeats)
     if session.kind == "specialized":
         loaded = kernels(session)[op]
         if loaded.choose(rows) is None:
@@ -157,7 +161,7 @@ def _series(made: _OpChain) -> None:
     if made.launches is not None:
         made.launches.replay()
         return
-    function = standard(made.op)
+    function = made.standard
     made.kept = [function(arguments, made.attrs) for arguments in made.calls]
 
 

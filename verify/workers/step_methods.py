@@ -4,13 +4,14 @@ A *chain* is N decode steps from one start state, each with its own tokens, at a
 positions of the asked one. Every step's hidden rows are kept, and states evolve from step to step, so a step that was
 skipped or answered from memory shows in what the evaluator compares afterwards. The chain runs inside one call; the
 evaluator's clock around that call is the measurement, this process's own clock only a cross-check. All arms run the
-same chain: the standard arm through `model.standard.decode`, the others through the decode backend as an engine would.
+same chain: the standard arm through `model.standard.decode` (or, as a peer of `fasttrack bench`, the same step through
+torch.compile), the others through the decode backend as an engine would.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from k3_backend.model.weights import ModelWeights
 from k3_backend.step.run import DecodeBackend
 from verify.workers import op_chain
 from verify.workers.arm import kernels
+from verify.workers.compiled import compiled_step
 from verify.workers.contents import fill_cache, fill_state, generator, prompts
 from verify.workers.main import Method, Session
 from verify.workers.op_methods import as_tensor
@@ -38,6 +40,9 @@ CYCLE = 8
 """Query positions that a chain goes through again and again, so that its context stays what the cell says."""
 _SAMPLED_SLOTS = 2
 """State slots per layer that are handed out for comparison."""
+
+
+StandardStep = Callable[[ModelWeights, DecodeState, Batch], Tensor]
 
 
 @dataclass
@@ -62,11 +67,20 @@ class _Open:
     start: DecodeState
     """The pristine KDA pools; its KV pools are the working ones."""
     backend: DecodeBackend | None
+    standard: StandardStep
+    """The step of an arm without backend."""
     chain: _Chain | None = None
 
 
 def open_model(
-    session: Session, *, geometry: str, seed: str, requests: int, tokens: int, cached: int
+    session: Session,
+    *,
+    geometry: str,
+    seed: str,
+    requests: int,
+    tokens: int,
+    cached: int,
+    compile_mode: str | None = None,
 ) -> dict[str, Any]:
     """Make the seeded model and fill pools for the largest cell of the block.
 
@@ -77,6 +91,7 @@ def open_model(
         requests: largest batch.
         tokens: largest T.
         cached: largest batch * (context + T), in cache rows.
+        compile_mode: mode of torch.compile for the standard step; eager if null.
     """
     torch.set_num_threads(session.threads)
     shape = geometry_of(geometry)
@@ -98,7 +113,8 @@ def open_model(
     backend = None
     if session.kind == "specialized":
         backend = DecodeBackend(weights, kernels(session), "auto", session.threads, state)
-    session.areas[_AREA] = _Open(seed, weights, state, pristine, backend)
+    step = standard.decode if compile_mode is None else compiled_step(compile_mode)
+    session.areas[_AREA] = _Open(seed, weights, state, pristine, backend, step)
     return {"parameters": weights.parameters}
 
 
@@ -177,7 +193,8 @@ def run(session: Session) -> dict[str, Any]:
         start = time.perf_counter_ns()
         if backend is None:
             # Results are owned by the caller on this path; they are copied out after the clock.
-            made.kept = [standard.decode(opened.weights, opened.state, batch) for batch in made.batches]
+            step = opened.standard
+            made.kept = [step(opened.weights, opened.state, batch) for batch in made.batches]
         else:
             for output, batch in zip(made.outputs, made.batches, strict=True):
                 output.copy_(backend.forward(batch))
@@ -236,7 +253,7 @@ def close(session: Session) -> dict[str, Any]:
 
 def _step(opened: _Open, batch: Batch) -> Tensor:
     if opened.backend is None:
-        return standard.decode(opened.weights, opened.state, batch)
+        return opened.standard(opened.weights, opened.state, batch)
     return opened.backend.forward(batch)
 
 

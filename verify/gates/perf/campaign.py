@@ -175,7 +175,7 @@ class _Visit:
                 self._restarts[cell.key] += 1
                 self._legs.pop(cell.key, None)
                 self._checks[cell.key] = {}
-                self.calls[cell.key] = self.calls[cell.key].longer(short)
+                self.calls[cell.key] = self._fitting(cell, *self.calls[cell.key].longer(short))
         raise RuntimeError(f"cell {cell.key}: legs stay shorter than {MIN_LEG_NS} ns after {_MAX_TRIES} calibrations")
 
     def _calibrate(self, cell: CellPlan) -> None:
@@ -183,7 +183,10 @@ class _Visit:
         per_call = {arm: self._probe(arm, cell) for arm in ("standard", "best", "candidate")}
         others = _filling(min(per_call["best"], per_call["candidate"]))
         standard = max(_filling(per_call["standard"]), min(others, MIN_STANDARD_CALLS))
-        self.calls[cell.key] = _Calls(others, standard)
+        self.calls[cell.key] = self._fitting(cell, others, standard)
+
+    def _fitting(self, cell: CellPlan, others: int, standard: int) -> _Calls:
+        return _Calls(self.block.fit(cell, others), self.block.fit(cell, standard))
 
     def _probe(self, arm: str, cell: CellPlan) -> float:
         """Nanoseconds per call, roughly."""

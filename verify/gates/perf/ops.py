@@ -66,19 +66,24 @@ class OpCell:
         self._expected: tuple[int, Mapping[str, Any]] | None = None
         """A sampled call and what the reference makes of it."""
 
-    def place(self, arm: str, worker: Worker, calls: int, guard: contextlib.AbstractContextManager[None]) -> None:
-        """Write the banks into the arm's buffer and bind the chain.
+    def place(
+        self,
+        arm: str,
+        worker: Worker,
+        calls: int,
+        guard: contextlib.AbstractContextManager[None],
+        compile_mode: str | None = None,
+    ) -> str | None:
+        """Write the banks into the arm's buffer and bind the chain; says why no planner would launch it, else None.
 
         Args:
             arm: name.
             worker: its process; the buffer is empty.
             calls: length of the chain.
             guard: turns a worker's failure into the arm's fault.
+            compile_mode: of torch.compile, for a standard arm that uses it.
         """
-        each = sum(_nbytes(dtype, shape) for dtype, shape in self._call.outputs.values())
-        windows = max(1, min(calls, _MAX_WINDOWS, _OUTPUT_BYTES // max(each, 1)))
-        self._repeats[arm] = -(-calls // windows)
-        windows = -(-calls // self._repeats[arm])
+        windows, self._repeats[arm] = self._series(calls)
         views: dict[str, View] = {}
         for spec in self._spec.tensors:
             if spec.role == "output":
@@ -89,7 +94,7 @@ class OpCell:
                 worker.buffer.array(views[spec.name])[...] = _bits(tensor)
         self._views[arm] = views
         with guard:
-            worker.call(
+            answer = worker.call(
                 "step.op_chain",
                 timeout_s=60.0,
                 op=self._spec.name,
@@ -103,7 +108,15 @@ class OpCell:
                 windows=windows,
                 shift=self._shift,
                 repeats=self._repeats[arm],
+                compile_mode=compile_mode,
             )
+        refused: str | None = answer["refused"]
+        return refused
+
+    def fit(self, calls: int) -> int:
+        """The least length of a chain that is not shorter: a whole number of series of windows."""
+        windows, repeats = self._series(calls)
+        return windows * repeats
 
     def left(self, arm: str, worker: Worker) -> Left:
         """Outputs of all windows and the written parts of states."""
@@ -135,6 +148,13 @@ class OpCell:
             self._expected = at, {name: want[name].numpy() for name in self._call.outputs}
         at, expected = self._expected
         return against_reference({name: value[at] for name, value in left.outputs.items()}, expected)
+
+    def _series(self, calls: int) -> tuple[int, int]:
+        """(windows, repeats) of a chain."""
+        each = sum(_nbytes(dtype, shape) for dtype, shape in self._call.outputs.values())
+        most = max(1, min(calls, _MAX_WINDOWS, _OUTPUT_BYTES // max(each, 1)))
+        repeats = -(-calls // most)
+        return -(-calls // repeats), repeats
 
     def _aligned_shift(self) -> int:
         """Least number of rows by which every bank can be moved without leaving the alignment that ops require."""

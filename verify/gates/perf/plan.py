@@ -10,10 +10,10 @@ from typing import Any
 from harness.records import Cell
 from k3_backend.aot.manifest import Artifact
 from k3_backend.geometry import Geometry, geometry
-from verify.bench.traffic import op_traffic, step_traffic
+from verify.bench.traffic import cell_floor
 from verify.context import Arms, GateContext
 from verify.gates.common import command_for
-from verify.protocol.floors import Ceilings, Floor, floor
+from verify.protocol.floors import Ceilings
 from verify.protocol.perf_plan import CellPlan, Claim, Plan, plan_stages
 
 __all__ = ["MAX_OP_CELLS", "changed_ops", "make_plan", "op_cells"]
@@ -84,21 +84,9 @@ def _cell(cell: Cell, in_task: bool, g: Geometry, ceilings: Ceilings) -> CellPla
     claims = [Claim("best", "faster" if in_task else "not_slower")]
     if cell.scope == "step":
         claims.insert(0, Claim("standard", "faster"))
-    found = _floor(cell, g, ceilings)
-    kind = "arithmetic" if found.arithmetic_ns >= found.memory_ns else "memory"
-    note = f"{found.ns / 1e3:.2f} µs ({kind})"
+    found = cell_floor(cell, g, ceilings)
+    note = f"{found.ns / 1e3:.2f} µs ({found.resource})"
     return CellPlan(cell.key, cell.model_dump(mode="json"), tuple(claims), found.ns, note)
-
-
-def _floor(cell: Cell, g: Geometry, ceilings: Ceilings) -> Floor:
-    """The cell's floor; of an op that occurs with two shapes, the lower one."""
-    if cell.scope == "step":
-        traffic = step_traffic(g, batch=cell.batch, tokens=cell.tokens, context=cell.context or 0)
-        return floor(traffic, ceilings)
-    size: dict[str, Any] = {"batch": cell.batch, "tokens": cell.tokens, "context": cell.context}
-    return min(
-        (floor(op_traffic(cell.scope, g, site=site, **size), ceilings) for site in ("kda", "mla")), key=lambda f: f.ns
-    )
 
 
 def _identity(artifacts: Mapping[str, Artifact], schedules: Path, g: Geometry) -> dict[str, Any]:

@@ -43,6 +43,9 @@ class Block(Protocol):
             ArmFault: the process died or refused.
         """
 
+    def fit(self, cell: CellPlan, calls: int) -> int:
+        """The least length that a chain of the cell can have and that is not below `calls`."""
+
     def leg(self, arm: str, cell: CellPlan, warm: int) -> Leg:
         """Run some untimed calls, go back to the start, run the prepared chain once against the clock.
 

@@ -29,6 +29,7 @@ BUFFER_BYTES = 1 << 30
 START_S = 120.0
 LEG_S = 60.0
 """Deadline of a leg: honest ones take a fraction of a second."""
+COMPILE_S = 900.0
 _SAMPLE_ELEMENTS = 1 << 24
 
 T = TypeVar("T")
@@ -43,15 +44,27 @@ class WorkerSampler:
         base_tree: protected code that workers import.
         run_dir: for logs.
         threads: per arm.
+        compiled: standard arms that go through torch.compile, by mode; the gate has none.
+        scratch: folder that such arms may write.
     """
 
     def __init__(
-        self, arms: Mapping[str, ArmSpec], geometry: Geometry, *, base_tree: Path, run_dir: Path, threads: int
+        self,
+        arms: Mapping[str, ArmSpec],
+        geometry: Geometry,
+        *,
+        base_tree: Path,
+        run_dir: Path,
+        threads: int,
+        compiled: Mapping[str, str] | None = None,
+        scratch: Path | None = None,
     ) -> None:
         self._arms = {**arms, "control": arms["best"]} if "best" in arms else dict(arms)
         self._geometry = geometry
         self._where: dict[str, Path] = {"base_tree": base_tree, "run_dir": run_dir}
         self._threads = threads
+        self._compiled = dict(compiled or {})
+        self._scratch = scratch
 
     @contextlib.contextmanager
     def block(self, arms: Sequence[str], seed: str, cells: Sequence[CellPlan]) -> Iterator[WorkerBlock]:
@@ -61,17 +74,28 @@ class WorkerSampler:
             for arm in arms:  # not in threads: a sandbox dies with the thread that started it
                 with _as_fault(arm):
                     workers[arm] = stack.enter_context(self._start(arm))
-            yield WorkerBlock(workers, self._geometry, seed, cells)
+            yield WorkerBlock(workers, self._geometry, seed, cells, self._compiled)
 
     def _start(self, arm: str) -> contextlib.AbstractContextManager[Worker]:
-        return Worker.start(self._arms[arm], **self._where, threads=self._threads, buffer_bytes=BUFFER_BYTES)
+        scratch = self._scratch if arm in self._compiled else None
+        return Worker.start(
+            self._arms[arm], **self._where, threads=self._threads, buffer_bytes=BUFFER_BYTES, scratch=scratch
+        )
 
 
 class WorkerBlock:
     """See `Block`."""
 
-    def __init__(self, workers: Mapping[str, Worker], geometry: Geometry, seed: str, cells: Sequence[CellPlan]) -> None:
+    def __init__(
+        self,
+        workers: Mapping[str, Worker],
+        geometry: Geometry,
+        seed: str,
+        cells: Sequence[CellPlan],
+        compiled: Mapping[str, str],
+    ) -> None:
         self._workers = workers
+        self._compiled = compiled
         self._geometry = geometry
         self._seed = seed
         self._ops: dict[str, OpCell] = {}
@@ -92,7 +116,9 @@ class WorkerBlock:
         worker = self._workers[arm]
         worker.buffer.reset()
         if not cell.is_step:
-            self._op(cell).place(arm, worker, calls, self._guard(arm))
+            refused = self._op(cell).place(arm, worker, calls, self._guard(arm), self._compiled.get(arm))
+            if refused is not None:
+                raise ArmFault(arm, "error", f"{cell.key}: {refused}")
             return
         size = cell.cell
         rows = int(size["batch"]) * int(size["tokens"])
@@ -109,10 +135,16 @@ class WorkerBlock:
             outputs=outputs.to_json(),
         )
 
+    def fit(self, cell: CellPlan, calls: int) -> int:
+        """See `Block.fit`."""
+        return calls if cell.is_step else self._op(cell).fit(calls)
+
     def leg(self, arm: str, cell: CellPlan, warm: int) -> Leg:
         """See `Block.leg`."""
         prefix = "step." if cell.is_step else "step.op_"
-        self._call(arm, f"{prefix}reset", warm=warm if cell.is_step else 1)
+        # The first call of a compiled arm compiles.
+        wait = COMPILE_S if arm in self._compiled else LEG_S
+        self._call(arm, f"{prefix}reset", timeout_s=wait, warm=warm if cell.is_step else 1)
         with self._guard(arm):
             answer, seconds = self._workers[arm].timed_call(f"{prefix}run", timeout_s=LEG_S)
         self._call(arm, f"{prefix}finish")
@@ -141,7 +173,16 @@ class WorkerBlock:
         return self._clock.share()
 
     def _open(self, arm: str, sizes: Mapping[str, int]) -> None:
-        self._call(arm, "step.open", timeout_s=START_S, geometry=self._geometry.name, seed=self._seed, **sizes)
+        mode = self._compiled.get(arm)
+        self._call(
+            arm,
+            "step.open",
+            timeout_s=START_S,
+            geometry=self._geometry.name,
+            seed=self._seed,
+            compile_mode=mode,
+            **sizes,
+        )
 
     def _op(self, cell: CellPlan) -> OpCell:
         if cell.key not in self._ops:

@@ -35,7 +35,7 @@ def reference(
 
     for b, length in enumerate(need(t, "seq_lens").tolist()):
         for i in range(tokens):
-            position = torch.arange(length - tokens + i + 1 if length else 0)
+            position = torch.arange(max(0, length - tokens + i + 1))
             position = position[(position // interleave) % ranks == a["dcp_rank"]]
             if not position.numel():
                 continue

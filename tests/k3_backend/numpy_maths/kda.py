@@ -11,12 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
 from numpy_maths.common import Array, Attributes, Inputs, Outputs, given, rms_norm, sigmoid
 
 
 @dataclass(frozen=True)
 class _Projected:
-    """Sections of one packed projection row q | k | v | g | f_a | beta | padding; qkv [3W], g [W], f_a [R], beta [H]."""
+    """Sections of one packed projection row q | k | v | g | f_a | beta | padding.
+
+    qkv [3W], g [W], f_a [R], beta [H].
+    """
 
     qkv: Array
     g: Array

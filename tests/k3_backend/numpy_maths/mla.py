@@ -7,6 +7,7 @@ RMSNorm and the sigmoid with the absorbed ops.
 from __future__ import annotations
 
 import numpy as np
+
 from numpy_maths.common import Array, Attributes, Inputs, Outputs, given, rms_norm, sigmoid
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from numpy_maths.common import Array, Attributes, Inputs, Outputs, given, rms_norm, sigmoid, situ_mlp
 
 MX_BLOCK = 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from numpy_maths.common import Array, Attributes, Inputs, Outputs, given, rms_norm, situ_mlp
 
 

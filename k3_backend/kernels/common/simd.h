@@ -14,6 +14,7 @@
 #include <string.h>
 
 #define K3_INLINE inline __attribute__((always_inline))
+#define K3_NOINLINE __attribute__((noinline))
 
 namespace k3 {
 

@@ -5,6 +5,7 @@
 // [M, D] output; D = hidden, I = dense width. Policy: a tile of gate rows and its tile of up rows are multiplied together,
 // so the activation happens while both are in cache; h goes to scratch in the layout that the second product reads.
 // Workers split the rows of each weight; one barrier separates the two products.
+#include "common/bind.h"
 #include "common/gemm.h"
 
 namespace {
@@ -40,6 +41,7 @@ void mlp(const Call& call, const Team& team, Scratch& scratch) {
     const int tokens = int(call.m - m0 < kMaxTokens ? call.m - m0 : kMaxTokens);
     if (m0 > 0) team.barrier();  // the block before may still be reading h
     const bf16* acts = Form::stage(team, call.x + m0 * kHidden, tokens, kHidden, scratch.x);
+    if (Form::kPacked) team.barrier();
     for_tiles<2, Form>(GateUp{call.w_gate_up, kHidden, kWidth}, team.share(2 * kWidth / kTile, 2), call.walk, kHidden, acts, tokens,
                        [&](int64_t t, int p, const Tile* c, int valid) {
                          bf16* h = scratch.h + p * kTile * kWidth;
@@ -58,27 +60,20 @@ void mlp(const Call& call, const Team& team, Scratch& scratch) {
 K3_EXPORT(dense_mlp) {
   k3::Args in(args, num_args, result);
   const K3Context* ctx = in.context();
-  int64_t x_shape[2] = {}, up_shape[2] = {}, down_shape[2] = {}, out_shape[2] = {};
   Call call{};
-  call.x = in.tensor<const bf16>(2, x_shape);
-  call.w_gate_up = in.tensor<const bf16>(2, up_shape);
-  call.w_down = in.tensor<const bf16>(2, down_shape);
-  call.out = in.tensor<bf16>(2, out_shape);
+  call.x = k3::bind<const bf16>(in, {k3::kAny, kHidden}, "x must be [M, hidden]", &call.m);
+  call.w_gate_up = k3::bind<const bf16>(in, {2 * kWidth, kHidden}, "w_gate_up must be [2 * dense_width, hidden]");
+  call.w_down = k3::bind<const bf16>(in, {kHidden, kWidth}, "w_down must be [hidden, dense_width]");
+  call.out = k3::bind<bf16>(in, {call.m, kHidden}, "out must be [M, hidden]");
   call.situ.beta = in.real();
   call.situ.linear_beta = in.real();
-  const int32_t threads = int32_t(in.integer());
-  const int64_t form = in.integer();
-  call.walk.in_flight = int(in.integer());
-  call.walk.prefetch = in.integer() != 0;
-  call.m = x_shape[0];
-  if (x_shape[1] != kHidden || out_shape[0] != call.m || out_shape[1] != kHidden) in.fail("x and out must be [M, hidden]");
-  if (up_shape[0] != 2 * kWidth || up_shape[1] != kHidden) in.fail("w_gate_up must be [2 * dense_width, hidden]");
-  if (down_shape[0] != kHidden || down_shape[1] != kWidth) in.fail("w_down must be [hidden, dense_width]");
+  const Tunables tunables(in);
+  call.walk = tunables.walk;
   if (in.finish()) return -1;
   Scratch& scratch = *static_cast<Scratch*>(ctx->scratch);
-  k3::parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
+  k3::parallel(ctx, tunables.threads, [&](int32_t worker, int32_t workers) {
     const Team team{ctx, worker, workers};
-    form == 0 ? mlp<Rows>(call, team, scratch) : mlp<Panels>(call, team, scratch);
+    tunables.packed ? mlp<Panels>(call, team, scratch) : mlp<Rows>(call, team, scratch);
   });
   return 0;
 }

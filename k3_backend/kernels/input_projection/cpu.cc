@@ -3,6 +3,7 @@
 // Shapes: x bf16 [M, D] activation, w bf16 [N, D] constant, out bf16 [M, N] output; D = hidden, N a multiple of 16 (the packed
 // rows are padded). Policy: the rows of W are split over the workers, so that each core reads half of the weights; blocks of
 // 64 tokens share one pass over them. The schedule chooses form, tiles in flight and prefetching.
+#include "common/bind.h"
 #include "common/gemm.h"
 
 namespace {
@@ -12,6 +13,7 @@ using k3::bf16;
 
 constexpr int kHidden = K3_HIDDEN;
 static_assert(kHidden % 32 == 0, "products run over K in steps of 32");
+static_assert(acts_elems(kMaxTokens, kHidden) * int64_t(sizeof(bf16)) <= K3_SCRATCH_BYTES, "one block of tokens fits");
 
 struct Call {
   const bf16* x;
@@ -22,13 +24,14 @@ struct Call {
 };
 
 template <class Form>
-void project(const Call& call, const Team& team, bf16* scratch) {
+void project(const Call& call, const Team& team, bf16* packed) {
   const MatrixUnit unit;
   const Range tiles = team.share(call.n / kTile);
   for (int64_t m0 = 0; m0 < call.m; m0 += kMaxTokens) {
     const int tokens = int(call.m - m0 < kMaxTokens ? call.m - m0 : kMaxTokens);
     if (m0 > 0) team.barrier();  // the block before may still be reading the packed tokens
-    const bf16* acts = Form::stage(team, call.x + m0 * kHidden, tokens, kHidden, scratch);
+    const bf16* acts = Form::stage(team, call.x + m0 * kHidden, tokens, kHidden, packed);
+    if (Form::kPacked) team.barrier();
     for_tiles<1, Form>(Weights{call.w, kHidden}, tiles, call.walk, kHidden, acts, tokens,
                        [&](int64_t t, int p, const Tile* c, int valid) {
                          Form::store_bf16(*c, call.out + (m0 + p * kTile) * call.n + t * kTile, call.n, valid);
@@ -41,25 +44,18 @@ void project(const Call& call, const Team& team, bf16* scratch) {
 K3_EXPORT(input_projection) {
   k3::Args in(args, num_args, result);
   const K3Context* ctx = in.context();
-  int64_t x_shape[2] = {}, w_shape[2] = {}, out_shape[2] = {};
   Call call{};
-  call.x = in.tensor<const bf16>(2, x_shape);
-  call.w = in.tensor<const bf16>(2, w_shape);
-  call.out = in.tensor<bf16>(2, out_shape);
-  const int32_t threads = int32_t(in.integer());
-  const int64_t form = in.integer();
-  call.walk.in_flight = int(in.integer());
-  call.walk.prefetch = in.integer() != 0;
-  call.m = x_shape[0];
-  call.n = w_shape[0];
-  if (x_shape[1] != kHidden || w_shape[1] != kHidden) in.fail("x and w must have `hidden` columns");
-  if (out_shape[0] != call.m || out_shape[1] != call.n) in.fail("out must have one row per row of x and one column per row of w");
+  call.x = k3::bind<const bf16>(in, {k3::kAny, kHidden}, "x must be [M, hidden]", &call.m);
+  call.w = k3::bind<const bf16>(in, {k3::kAny, kHidden}, "w must be [N, hidden]", &call.n);
+  call.out = k3::bind<bf16>(in, {call.m, call.n}, "out must be [M, N]");
   if (call.n % kTile) in.fail("the number of packed rows must be a multiple of 16");
+  const Tunables tunables(in);
+  call.walk = tunables.walk;
   if (in.finish()) return -1;
-  bf16* scratch = static_cast<bf16*>(ctx->scratch);
-  k3::parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
+  bf16* packed = static_cast<bf16*>(ctx->scratch);
+  k3::parallel(ctx, tunables.threads, [&](int32_t worker, int32_t workers) {
     const Team team{ctx, worker, workers};
-    form == 0 ? project<Rows>(call, team, scratch) : project<Panels>(call, team, scratch);
+    tunables.packed ? project<Panels>(call, team, packed) : project<Rows>(call, team, packed);
   });
   return 0;
 }

@@ -4,6 +4,7 @@
 // Shapes: x bf16 [ranks, M, KL] activation, w bf16 [ranks, D, KL] constant, prefix bf16 [M, D] state; D = hidden, KL a multiple
 // of 32 (whole heads). Policy: the D columns of the prefix are split over the workers; a column block is finished by the
 // worker that owns it, so the update needs no reduction and no order between workers.
+#include "common/bind.h"
 #include "common/gemm.h"
 
 namespace {
@@ -15,6 +16,9 @@ using k3::vf;
 constexpr int kHidden = K3_HIDDEN;
 constexpr int kTiles = kHidden / kTile;
 static_assert(kHidden % kTile == 0, "a tile updates 16 columns of the prefix exactly once");
+
+// Scratch: the sums over ranks of one block of tokens, then its packed activations.
+constexpr int64_t kSumBytes = int64_t(sizeof(Tile)) * kTiles * panels_of(kMaxTokens);
 
 struct Call {
   const bf16* x;
@@ -47,6 +51,7 @@ void project(const Call& call, const Team& team, bf16* packed, Tile* sums) {
     for (int64_t r = 0; r < call.ranks; ++r) {
       if (m0 + r > 0) team.barrier();  // the product before may still be reading the packed tokens
       const bf16* acts = Form::stage(team, call.x + (r * call.m + m0) * call.kl, tokens, call.kl, packed);
+      if (Form::kPacked) team.barrier();
       for_tiles<1, Form>(Weights{call.w + r * kHidden * call.kl, call.kl}, tiles, call.walk, int(call.kl), acts, tokens,
                          [&](int64_t t, int p, const Tile* c, int valid) {
                            bf16* prefix = call.prefix + (m0 + p * kTile) * kHidden + t * kTile;
@@ -65,32 +70,25 @@ void project(const Call& call, const Team& team, bf16* packed, Tile* sums) {
 K3_EXPORT(oproj_allreduce) {
   k3::Args in(args, num_args, result);
   const K3Context* ctx = in.context();
-  int64_t x_shape[3] = {}, w_shape[3] = {}, prefix_shape[2] = {};
   Call call{};
+  int64_t x_shape[3] = {};
   call.x = in.tensor<const bf16>(3, x_shape);
-  call.w = in.tensor<const bf16>(3, w_shape);
-  call.prefix = in.tensor<bf16>(2, prefix_shape);
-  call.restart = in.integer() != 0;
-  const int32_t threads = int32_t(in.integer());
-  const int64_t form = in.integer();
-  call.walk.in_flight = int(in.integer());
-  call.walk.prefetch = in.integer() != 0;
   call.ranks = x_shape[0];
   call.m = x_shape[1];
   call.kl = x_shape[2];
-  if (w_shape[0] != call.ranks || w_shape[1] != kHidden || w_shape[2] != call.kl) in.fail("w must be [ranks, hidden, KL] for x [ranks, M, KL]");
-  if (prefix_shape[0] != call.m || prefix_shape[1] != kHidden) in.fail("prefix must be [M, hidden]");
+  call.w = k3::bind<const bf16>(in, {call.ranks, kHidden, call.kl}, "w must be [ranks, hidden, KL] for x [ranks, M, KL]");
+  call.prefix = k3::bind<bf16>(in, {call.m, kHidden}, "prefix must be [M, hidden]");
+  call.restart = in.integer() != 0;
+  const Tunables tunables(in);
+  call.walk = tunables.walk;
   if (call.kl % 32) in.fail("KL must be a multiple of 32");
-  // Scratch: the sums over ranks of one block of tokens, then its packed activations.
-  constexpr int64_t kSumBytes = int64_t(sizeof(Tile)) * kTiles * panels_of(kMaxTokens);
-  static_assert(kSumBytes < K3_SCRATCH_BYTES, "sums of one block fit");
   if (kSumBytes + acts_elems(kMaxTokens, call.kl) * int64_t(sizeof(bf16)) > K3_SCRATCH_BYTES) in.fail("KL exceeds the scratch memory");
   if (in.finish()) return -1;
   Tile* sums = static_cast<Tile*>(ctx->scratch);
   bf16* packed = reinterpret_cast<bf16*>(static_cast<char*>(ctx->scratch) + kSumBytes);
-  k3::parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
+  k3::parallel(ctx, tunables.threads, [&](int32_t worker, int32_t workers) {
     const Team team{ctx, worker, workers};
-    form == 0 ? project<Rows>(call, team, packed, sums) : project<Panels>(call, team, packed, sums);
+    tunables.packed ? project<Panels>(call, team, packed, sums) : project<Rows>(call, team, packed, sums);
   });
   return 0;
 }

@@ -1,0 +1,66 @@
+"""`fasttrack bench`: the specialised path beside eager torch and torch.compile, paired in one run, with floors."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fasttrack.console import Json, Output
+from fasttrack.workspace import Workspace
+from harness.errors import FasttrackError
+from verify.bench.run import bench as run_bench
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command()(bench)
+
+
+def bench(
+    op: Annotated[str | None, typer.Option(help="One op instead of whole decode steps.")] = None,
+    target: Annotated[str, typer.Option(help="Target of harness.toml.")] = "cpu",
+    peers: Annotated[bool, typer.Option(help="Also time eager torch and torch.compile.")] = True,
+    batches: Annotated[str | None, typer.Option(help="For example 1,8,64; those of the pr tier by default.")] = None,
+    contexts: Annotated[str | None, typer.Option(help="For example 256,2048; all of the target by default.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure speed and share of the floor. Decides nothing about a candidate; `verify` does."""
+    out, workspace = Output(json), Workspace.here()
+    settings = workspace.settings
+    options = {} if peers else {"peers": ()}
+    report = run_bench(
+        workspace.root,
+        settings,
+        settings.target(target),
+        op=op,
+        batches=_numbers("--batches", batches),
+        contexts=_numbers("--contexts", contexts),
+        progress=out.say,
+        **options,
+    )
+    rows = report.rows()
+    out.table(
+        f"{report.geometry} on {report.arch}, {report.threads} threads", list(rows[0]), [r.values() for r in rows]
+    )
+    worst = report.worst()
+    if worst is not None:
+        out.say(f"worst ratio to the better peer: {worst.value:.2f} ({worst.low:.2f}–{worst.high:.2f})")
+    out.say(f"other processes used {report.foreign_cpu_share:.0%} of the machine meanwhile")
+    out.document(report.model_dump(mode="json"))
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise FasttrackError(
+            f"{text!r} is not a list of numbers",
+            where=option,
+            expected="for example 1,8,64",
+            next="fasttrack bench --help",
+        ) from None

@@ -88,8 +88,8 @@ class FakeBlock:
         self.seed = seed
         self.random = random.Random(f"{sampler.seed}/{len(sampler.blocks)}")
         self.calls: dict[tuple[str, str], int] = {}
-        process = {arm: self.random.gauss(0, sampler.noise) for arm in ("standard", "best", "candidate", "control")}
-        self.process = process
+        names = ("standard", "best", "candidate", "control", *sampler.speed)
+        self.process = {arm: self.random.gauss(0, sampler.noise) for arm in dict.fromkeys(names)}
 
     def prepare(self, arm: str, cell: CellPlan, calls: int) -> None:
         self.calls[arm, cell.key] = calls

@@ -10,6 +10,7 @@ from fasttrack.console import Json, Output
 from fasttrack.workspace import Workspace
 from harness.errors import FasttrackError
 from verify.bench.run import bench as run_bench
+from verify.gates.perf.sampler import ArmFault
 
 __all__ = ["register"]
 
@@ -31,16 +32,24 @@ def bench(
     out, workspace = Output(json), Workspace.here()
     settings = workspace.settings
     options = {} if peers else {"peers": ()}
-    report = run_bench(
-        workspace.root,
-        settings,
-        settings.target(target),
-        op=op,
-        batches=_numbers("--batches", batches),
-        contexts=_numbers("--contexts", contexts),
-        progress=out.say,
-        **options,
-    )
+    try:
+        report = run_bench(
+            workspace.root,
+            settings,
+            settings.target(target),
+            op=op,
+            batches=_numbers("--batches", batches),
+            contexts=_numbers("--contexts", contexts),
+            progress=out.say,
+            **options,
+        )
+    except ArmFault as fault:
+        raise FasttrackError(
+            f"the {fault.arm} arm failed ({fault.code}): {fault}",
+            where="build/bench/logs",
+            expected="an arm that runs every cell",
+            next="fasttrack bench --no-peers, then look at the log",
+        ) from fault
     rows = report.rows()
     out.table(
         f"{report.geometry} on {report.arch}, {report.threads} threads", list(rows[0]), [r.values() for r in rows]

@@ -41,6 +41,8 @@ LOG_BYTES = 16 << 20
 """Where a worker's log ends: writes beyond it fail inside the worker."""
 _MAPPED_BYTES = 16 << 30
 _LOG_TAIL_BYTES = 4096
+_SCRATCH_FILE_BYTES = 1 << 30
+"""Largest file of an arm with a scratch folder: a compiler's precompiled header takes hundreds of megabytes."""
 _BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from verify.workers.main import main; main()"
 
 
@@ -351,7 +353,10 @@ def _spawn(
             cwd=base_tree,
             env={name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")},
             pass_fds=(control, memory),
-            limits=sandbox.Limits(file_bytes=LOG_BYTES, mapped_bytes=_MAPPED_BYTES + os.fstat(memory).st_size),
+            limits=sandbox.Limits(
+                file_bytes=LOG_BYTES if scratch is None else _SCRATCH_FILE_BYTES,
+                mapped_bytes=_MAPPED_BYTES + os.fstat(memory).st_size,
+            ),
             stdout=output,
             stderr=output,
         )

@@ -1,1 +1,1 @@
-"""The gatekeeper: decides, from measurements that the author of a candidate cannot influence, what may be shown to a reviewer."""
+"""The gatekeeper: decides, from measurements that an author cannot influence, what may be shown to a reviewer."""

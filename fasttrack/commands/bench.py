@@ -14,6 +14,8 @@ from verify.gates.perf.sampler import ArmFault
 
 __all__ = ["register"]
 
+DEFAULT_PEERS = ("eager", "compile")
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
@@ -31,7 +33,6 @@ def bench(
     """Measure speed and share of the floor. Decides nothing about a candidate; `verify` does."""
     out, workspace = Output(json), Workspace.here()
     settings = workspace.settings
-    options = {} if peers else {"peers": ()}
     try:
         report = run_bench(
             workspace.root,
@@ -40,8 +41,8 @@ def bench(
             op=op,
             batches=_numbers("--batches", batches),
             contexts=_numbers("--contexts", contexts),
+            peers=DEFAULT_PEERS if peers else (),
             progress=out.say,
-            **options,
         )
     except ArmFault as fault:
         raise FasttrackError(
@@ -52,7 +53,9 @@ def bench(
         ) from fault
     rows = report.rows()
     out.table(
-        f"{report.geometry} on {report.arch}, {report.threads} threads", list(rows[0]), [r.values() for r in rows]
+        f"{report.geometry} on {report.arch}, {report.threads} threads",
+        list(rows[0]),
+        [tuple(r.values()) for r in rows],
     )
     worst = report.worst()
     if worst is not None:

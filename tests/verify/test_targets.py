@@ -21,7 +21,7 @@ def test_the_committed_file_names_what_exists() -> None:
     ("old", "new", "says"),
     [
         ('geometry = "k3-nano"', 'geometry = "k3-mini"', "unknown geometry 'k3-mini'"),
-        ('"x86-64-v4-bf16"]', '"x86-64-v9"]', "unknown architecture 'x86-64-v9'"),
+        ('"x86-64-v4-amx"]', '"x86-64-v9"]', "unknown architecture 'x86-64-v9'"),
         ('archs = ["sm_103a"]', 'archs = ["gfx950"]', "unknown architecture 'gfx950'"),
     ],
 )

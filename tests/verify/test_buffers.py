@@ -17,7 +17,9 @@ def arena() -> Arena:
     arena.paint("nan")
     arena.put_input("x", np.arange(15, dtype=np.uint16).reshape(3, 5), free=None, kind="nan")
     written = np.array([False, True, False, False])
-    arena.put_state("pool", np.ones((4, 2, 3), np.float32), free=np.array([False, False, False, True]), fixed=~written, kind="nan")
+    arena.put_state(
+        "pool", np.ones((4, 2, 3), np.float32), free=np.array([False, False, False, True]), fixed=~written, kind="nan"
+    )
     arena.put_output("out", "nan")
     return arena
 

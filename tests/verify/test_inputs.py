@@ -135,7 +135,14 @@ def test_captured_inputs_come_from_mid_decode() -> None:
 
 def test_the_plan_covers_classes_batches_tokens_edges_and_secret_batches() -> None:
     """A batch, class or schedule bucket that the gate never runs."""
-    plan = draw_plan(["kda_decode"], geometry=GEOMETRY, batches=(1, 8, 64), tokens=(1, 2, 4, 8), draws=4, edges={"kda_decode": [2, 96]})
+    plan = draw_plan(
+        ["kda_decode"],
+        geometry=GEOMETRY,
+        batches=(1, 8, 64),
+        tokens=(1, 2, 4, 8),
+        draws=4,
+        edges={"kda_decode": [2, 96]},
+    )
     cases = [planned.case for planned in plan]
     assert all(sum(c.kind == kind for c in cases) >= 4 for kind in kinds("kda_decode"))
     assert {(1, 1), (8, 1), (64, 1)} <= {(c.batch, c.tokens) for c in cases}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ __all__ = ["Discrete", "Errors", "compare_choice", "compare_values", "reference_
 
 _TINY = 2.0**-120
 """Smallest normaliser: below it every value counts as zero in all formats in use."""
+_CHUNK_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -63,28 +64,71 @@ def compare_values(value: Tensor, reference: Tensor, *, row_dims: int = 1) -> Er
         )
     shape = reference.shape
     width = math.prod(shape[len(shape) - row_dims :])
-    got, want = value.to(torch.float64).reshape(-1, width), reference.to(torch.float64).reshape(-1, width)
-    regular, finite = want.isfinite(), got.isfinite()
-    other_class = torch.where(regular, ~finite, (got != want) & ~(got.isnan() & want.isnan()))
-    usable = regular & finite
-    clean = torch.where(usable, want, 0.0)
-    difference = torch.where(usable, got - want, 0.0).abs()
-    zero_row = (clean == 0).all(1, keepdim=True)
-    nonzero = zero_row & (difference != 0)
-    difference = torch.where(zero_row, 0.0, difference)
-    squares = clean.square().sum(1, keepdim=True)
-    scale = torch.maximum(clean.abs(), (squares / usable.sum(1, keepdim=True).clamp(min=1)).sqrt()).clamp(min=_TINY)
-    error = difference / scale
-    wrong = other_class | nonzero
-    flat = int((wrong.to(torch.uint8) if bool(wrong.any()) else error).argmax())
+    got, want = value.reshape(-1, width), reference.reshape(-1, width)
+    step = max(1, _CHUNK_ELEMENTS // width)
+    chunks = [_chunk(got[at : at + step], want[at : at + step]) for at in range(0, len(want), step)]
+    broken = [at for at, chunk in enumerate(chunks) if chunk.nonfinite or chunk.nonzero]
+    worst = broken[0] if broken else max(range(len(chunks)), key=lambda at: chunks[at].element)
+    flat = worst * step * width + chunks[worst].worst
+    total = sum(chunk.total for chunk in chunks)
     return Errors(
         elements=want.numel(),
-        nonfinite=int(other_class.sum()),
-        nonzero=int(nonzero.sum()),
+        nonfinite=sum(chunk.nonfinite for chunk in chunks),
+        nonzero=sum(chunk.nonzero for chunk in chunks),
+        element=max(chunk.element for chunk in chunks),
+        row_l2=max(chunk.row_l2 for chunk in chunks),
+        mean=sum(chunk.difference for chunk in chunks) / max(total, _TINY),
+        worst=tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape)),
+    )
+
+
+class _Chunk(NamedTuple):
+    """What `Errors` is put together from; chunks fit a processor's cache."""
+
+    nonfinite: int
+    nonzero: int
+    element: float
+    row_l2: float
+    difference: float
+    """Sum of absolute differences."""
+    total: float
+    """Sum of absolute reference values."""
+    worst: int
+    """Flat index inside the chunk of the first element of a wrong class, else of the largest error."""
+
+
+def _chunk(value: Tensor, reference: Tensor) -> _Chunk:
+    got, want = value.to(torch.float64), reference.to(torch.float64)
+    regular, finite = want.isfinite(), got.isfinite()
+    usable = regular & finite
+    count: Tensor | int = want.shape[1]
+    other_class: Tensor | None = None
+    if bool(usable.all()):
+        clean, signed = want, got - want
+    else:
+        other_class = torch.where(regular, ~finite, (got != want) & ~(got.isnan() & want.isnan()))
+        clean, signed = torch.where(usable, want, 0.0), torch.where(usable, got - want, 0.0)
+        count = usable.sum(1, keepdim=True).clamp(min=1)
+    difference, size = signed.abs(), clean.abs()
+    squares = clean.square().sum(1, keepdim=True)
+    zero_row = squares.squeeze(1) == 0
+    nonzero = torch.zeros((), dtype=torch.int64)
+    wrong = other_class
+    if bool(zero_row.any()):
+        stray = (difference != 0) & zero_row.unsqueeze(1)
+        nonzero = stray.sum()
+        wrong = stray if wrong is None else wrong | stray
+        difference = torch.where(zero_row.unsqueeze(1), 0.0, difference)
+    error = difference / torch.maximum(size, (squares / count).sqrt()).clamp(min=_TINY)
+    marked = wrong if wrong is not None and bool(wrong.any()) else error
+    return _Chunk(
+        nonfinite=0 if other_class is None else int(other_class.sum()),
+        nonzero=int(nonzero),
         element=float(error.max()),
         row_l2=float((difference.square().sum(1) / squares.squeeze(1).clamp(min=_TINY**2)).sqrt().max()),
-        mean=float(difference.sum() / clean.abs().sum().clamp(min=_TINY)),
-        worst=tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape)),
+        difference=float(difference.sum()),
+        total=float(size.sum()),
+        worst=int(marked.to(torch.float64).argmax()),
     )
 
 

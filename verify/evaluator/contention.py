@@ -35,15 +35,13 @@ class Competitors:
         self._processes.clear()
 
     @contextlib.contextmanager
-    def busy(self, wanted: bool) -> Iterator[None]:
-        """Spin during the block if wanted."""
-        if wanted:
-            self._signal(signal.SIGCONT)
+    def busy(self) -> Iterator[None]:
+        """Spin during the block."""
+        self._signal(signal.SIGCONT)
         try:
             yield
         finally:
-            if wanted:
-                self._signal(signal.SIGSTOP)
+            self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:

@@ -9,8 +9,9 @@ run here, on clean copies that the worker never sees. Deciding is `verify.protoc
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,6 +140,9 @@ def _measure_router(
     return values, [{"run": run, "tensor": "topk_ids", **choice.record()}]
 
 
+Load = Callable[[], contextlib.AbstractContextManager[object]]
+
+
 @dataclass
 class _Run:
     """The state of one case while it runs."""
@@ -148,6 +152,7 @@ class _Run:
     call: Call
     expected: Expected
     line: dict[str, Any]
+    load: Load
     poison: dict[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
 
     def fill(self, call: Call, kind: Poison, *, outputs: bool) -> None:
@@ -171,7 +176,8 @@ class _Run:
 
     def replay(self, run: str, handle: int, *, scratch: int | None) -> dict[str, Tensor]:
         """Run the bound call; record what it touched; return what it wrote."""
-        answer = self.worker.call("op.replay", timeout_s=CALL_TIMEOUT_S, handle=handle, scratch=scratch)
+        with self.load():
+            answer = self.worker.call("op.replay", timeout_s=CALL_TIMEOUT_S, handle=handle, scratch=scratch)
         self.event(run, "denormals_off", "", condition=not answer.get("denormals"))
         for hit in self.arena.touched():
             self.line["events"].append({**hit.record(), "run": run})
@@ -204,7 +210,9 @@ class _Run:
         self.line["choices"] += choices
 
 
-def run_case(worker: Worker, case: Case, rng: np.random.Generator, line: dict[str, Any]) -> None:
+def run_case(
+    worker: Worker, case: Case, rng: np.random.Generator, line: dict[str, Any], load: Load = contextlib.nullcontext
+) -> None:
     """Run a case and fill its raw line in place, so that what was seen before a crash is kept.
 
     Args:
@@ -213,6 +221,7 @@ def run_case(worker: Worker, case: Case, rng: np.random.Generator, line: dict[st
         rng: source of poison and red-zone patterns.
         line: has `kind`, `id` and the case's fields; gets `values`, `choices`, `events` and, if the launcher does not
             take the call, `refused`.
+        load: context in which the calls run, such as other processes that keep the CPUs busy.
 
     Raises:
         WorkerFailure: the worker crashed, hung, or the kernel returned an error; recorded by the caller.
@@ -223,7 +232,7 @@ def run_case(worker: Worker, case: Case, rng: np.random.Generator, line: dict[st
     line |= {"attrs": dict(call.attrs), "inputs_sha256": _digest(call)}
     worker.call("op.release", timeout_s=CALL_TIMEOUT_S)
     worker.buffer.reset()
-    run = _Run(worker, Arena(worker.buffer, _layout(call), rng), call, expected, line)
+    run = _Run(worker, Arena(worker.buffer, _layout(call), rng), call, expected, line, load)
     bound = _bind(run, jitter=None)
     if bound is None:
         return

@@ -112,11 +112,11 @@ def _set_entry(loaded: LoadedOp, entry: int) -> None:
 
 
 def _disturb(tensor: _DLTensor) -> None:
-    """Flip a high mantissa bit of every second element (ids: their lowest bit), so that no norm can scale it away."""
+    """Flip the sign of every second element (ids: their lowest bit): large, and nothing that a norm can scale away."""
     count = math.prod(tensor.shape[dim] for dim in range(tensor.ndim))
     dtype, bit = {
-        (4, 16): (np.uint16, 1 << 6),  # bf16
-        (2, 32): (np.uint32, 1 << 22),  # f32
+        (4, 16): (np.uint16, 1 << 15),  # bf16
+        (2, 32): (np.uint32, 1 << 31),  # f32
         (0, 32): (np.uint32, 1),  # i32
     }[(tensor.code, tensor.bits)]
     memory = (ctypes.c_uint8 * (count * tensor.bits // 8)).from_address(tensor.data + tensor.byte_offset)

@@ -45,6 +45,8 @@ CALIBRATION = ((1, 1), (4, 2), (16, 1))
 """(batch, tokens) of the chains on which the standard path earns the tolerance."""
 WATERMARK = (3, 1)
 """(batch, tokens) of the watermarked steps and cases; 3 is captured as it is."""
+WATERMARK_CONTEXT = 4
+"""Cached tokens there: the average over few values is large, so that attention weighs as much as other ops do."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def _plan(ctx: GateContext, ops: list[str]) -> list[_Planned]:
     batch, tokens = WATERMARK
     plan.append(_Planned(f"off/b{batch}/t{tokens}", "off", batch, tokens, contexts[0], secrets.randbits(62)))
     for op in ops:
-        plan.append(_Planned(f"watermark/{op}", "auto", batch, tokens, contexts[0], secrets.randbits(62), op))
+        plan.append(_Planned(f"watermark/{op}", "auto", batch, tokens, WATERMARK_CONTEXT, secrets.randbits(62), op))
     return plan
 
 

@@ -64,7 +64,9 @@ class Geometry:
 
     def __post_init__(self) -> None:
         if self.layers - 1 not in self.mla_layers:
-            raise ValueError(f"geometry {self.name}: last layer {self.layers - 1} must be MLA; mla_layers={self.mla_layers}")
+            raise ValueError(
+                f"geometry {self.name}: last layer {self.layers - 1} must be MLA; mla_layers={self.mla_layers}"
+            )
         if any(layer % self.attn_res_block == 0 for layer in self.mla_layers):
             raise ValueError(f"geometry {self.name}: AttnRes block writes must fall on KDA layers")
 
@@ -96,7 +98,7 @@ class Geometry:
 
     @property
     def kda_width(self) -> int:
-        """heads * kda_head_dim: width of each of q, k, v, g and of the KDA output."""
+        """Heads * kda_head_dim: width of each of q, k, v, g and of the KDA output."""
         return self.heads * self.kda_head_dim
 
     @property
@@ -116,7 +118,7 @@ class Geometry:
 
     @property
     def mla_width(self) -> int:
-        """heads * v_dim: width of the MLA output before o_proj."""
+        """Heads * v_dim: width of the MLA output before o_proj."""
         return self.heads * self.v_dim
 
 

@@ -1,4 +1,4 @@
-"""Test-wide policy: one thread per process unless a test measures speed, and a stated reason for every skipped GPU test."""
+"""Test-wide policy: one thread per process unless a test measures speed; a stated reason for each skipped GPU test."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Capture:
         }
         self._filled = 0
         """Requests of the last batch; rows behind it are null already."""
-        self._windows: dict[tuple[int, int], _Window] = {}
+        self._windows: dict[int, _Window] = {}
         self.launches = LaunchList(shared.pool)
         tensors = {**self._buffers, **self._metadata, **state.tensors()}
         for site in program:
@@ -138,36 +138,35 @@ class Capture:
         if batch.requests < self._filled:
             self._clear(batch.requests)
         self._filled = batch.requests
-        window = self._window(batch.requests, batch.block_table.shape[1])
+        window = self._window(batch.requests)
         window.slots.copy_(batch.slots)
         window.accepted.copy_(batch.accepted)
         window.seq_lens.copy_(batch.seq_lens)
         window.slot_mapping.copy_(batch.slot_mapping)
         # Columns behind the batch's own keep old page ids: positions there lie beyond every seq_len.
-        window.block_table.copy_(batch.block_table)
+        window.block_table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
         torch.index_select(self._embed, 0, batch.token_ids, out=window.prefix)
         if batch.requests < self.requests:
             # A null request's prefix would grow from step to step, since nothing ever restarts it from an embedding.
             window.padding.zero_()
         return window
 
-    def _window(self, requests: int, pages: int) -> _Window:
-        """Views for a batch of this size, made once: slicing anew would cost as much as the copies themselves."""
-        key = (requests, pages)
-        if key not in self._windows:
+    def _window(self, requests: int) -> _Window:
+        """Views for a number of requests, made once: slicing anew would cost as much as the copies themselves."""
+        if requests not in self._windows:
             rows = requests * self.tokens
             meta, prefix = self._metadata, self._buffers["prefix"]
-            self._windows[key] = _Window(
+            self._windows[requests] = _Window(
                 slots=meta["slots"][:requests],
                 accepted=meta["accepted"][:requests],
                 seq_lens=meta["seq_lens"][:requests],
                 slot_mapping=meta["slot_mapping"][:rows],
-                block_table=meta["block_table"][:requests, :pages],
+                block_table=meta["block_table"][:requests],
                 prefix=prefix[:rows],
                 padding=prefix[rows:],
                 hidden=self._buffers["hidden"][:rows],
             )
-        return self._windows[key]
+        return self._windows[requests]
 
     def _clear(self, first: int) -> None:
         """Make requests first.. null."""

@@ -95,7 +95,7 @@ def test_only_named_paths_are_visible(tmp_path: Path) -> None:
     for name in ("mine", "other"):
         (tmp_path / name).mkdir(mode=0o755)
         (tmp_path / name / "f").write_text(name)
-    places = f"{tmp_path}/other {ROOT} {ROOT.parent} /root /home /etc/passwd /var /run /opt /srv /mnt"
+    places = f"{tmp_path}/other {ROOT} /root /home /etc/passwd /var /run /opt /srv /mnt"
     done = sh(f"cat {tmp_path}/mine/f; for p in {places}; do ls -d $p; done; ls {tmp_path}", ro=[tmp_path / "mine"])
     assert done.stdout.decode() == "minemine\n", done.stderr.decode()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.git import Repository
+from tests.hostile.kernels.faults import DECLARATIONS, FAULTS, PLAIN, with_fault
 
 KERNEL = "k3_backend/kernels/kda_decode/cpu.cc"
 Content = tuple[str, bytes] | None
@@ -263,3 +264,28 @@ _kernel_cases(
     "  return s;\n}\nconst int kWarm = warm_up(3);\n}  // namespace",
     audit_symbol="#include <cmath>\n__attribute__((noinline)) float erf_of(float x) { return std::erf(x); }",
 )
+
+
+# --- kernels: passes scope, build and audit, and computes something else than the op (see kernels/faults.py) -----------
+
+_TARGET_SCHEDULE = "k3_backend/schedules/cpu/k3-nano/kda_decode.toml"
+
+
+def plain_kernel(source: str, max_rows: int = 512) -> Case:
+    """The whole KDA kernel replaced by a plain one, with a schedule that covers `max_rows` rows."""
+    schedule = f"version = 1\n\n[[bucket]]\nmax_rows = {max_rows}\nfault = 0\n"
+    return lambda read: {
+        KERNEL: text(source),
+        "k3_backend/kernels/kda_decode/cpu.toml": text(DECLARATIONS),
+        _TARGET_SCHEDULE: text(schedule),
+    }
+
+
+for _fault in FAULTS:
+    if not _fault.stopped_earlier:
+        case(f"kernels-{_fault.name}")(plain_kernel(with_fault(_fault)))
+case("kernels-honest")(plain_kernel(PLAIN))
+
+# --- path: right wherever it runs, but it does not run where it is claimed to ------------------------------------------
+
+case("path-refusing-schedule")(plain_kernel(PLAIN, max_rows=1))

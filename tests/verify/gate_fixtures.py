@@ -64,6 +64,12 @@ def make_repo(path: Path) -> Repository:
     for name, content in FILES.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(content)
+    commit_all(path)
+    return Repository(path)
+
+
+def commit_all(path: Path) -> None:
+    """Make a repository of a folder, with everything in its first commit."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(path), "GIT_CONFIG_NOSYSTEM": "1"}
     for args in (
         ["init", "-q"],
@@ -71,7 +77,6 @@ def make_repo(path: Path) -> Repository:
         ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-q", "-m", "base"],
     ):
         subprocess.run(["git", *args], cwd=path, env=environment, check=True)
-    return Repository(path)
 
 
 @dataclass

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from gate_fixtures import Bench, commit_all
 
+from harness.git import Repository
 from k3_backend.aot.build import build, build_runtime
 from k3_backend.aot.cpu.host import best_arch, runnable_archs
 from k3_backend.aot.manifest import Artifact
@@ -72,3 +76,35 @@ def codes(line: dict[str, Any]) -> set[str]:
     from verify.protocol.kernels import _case_findings
 
     return {code for code, _, _ in _case_findings(line)}
+
+
+def checkout_bench(factory: pytest.TempPathFactory, name: str, *, plain: bool) -> Bench:
+    """A repository with this checkout's protected code: gates in it run real workers.
+
+    Args:
+        factory: pytest's.
+        name: of its folder.
+        plain: its only kernel is the plain KDA one; else it has the checkout's kernels, whose artifacts are shared with
+            the checkout's own cache.
+    """
+    root = factory.mktemp(name)
+    repo = root / "repo"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", *(["kernels", "schedules"] if plain else []))
+    for folder in ("k3_backend", "verify", "harness"):
+        shutil.copytree(ROOT / folder, repo / folder, ignore=ignored)
+    shutil.copy(ROOT / "harness.toml", repo)
+    (repo / ".gitignore").write_text("build\n")
+    if plain:
+        files = {
+            "kernels/kda_decode/cpu.cc": faults.PLAIN + "\n// base\n",
+            "kernels/kda_decode/cpu.toml": faults.DECLARATIONS,
+            "schedules/cpu/k3-nano/kda_decode.toml": "version = 1\n\n[[bucket]]\nmax_rows = 512\nfault = 0\n",
+        }
+        for path, content in files.items():
+            (repo / "k3_backend" / path).parent.mkdir(parents=True, exist_ok=True)
+            (repo / "k3_backend" / path).write_text(content)
+    else:
+        (ROOT / "build").mkdir(exist_ok=True)
+        (repo / "build").symlink_to(ROOT / "build")
+    commit_all(repo)
+    return Bench(Repository(repo), root / "scratch")

@@ -18,6 +18,7 @@ from harness.store import EvidenceSink
 from verify.gates.perf.campaign import run_campaign
 from verify.gates.perf.compare import Left
 from verify.gates.perf.sampler import ArmFault, Leg
+from verify.protocol.floors import Ceilings, Traffic
 from verify.protocol.perf_plan import CellPlan, Claim, Plan, plan_stages
 
 STEP_CELLS = tuple(Cell(scope="step", batch=batch, context=256) for batch in (1, 8, 64))
@@ -31,7 +32,7 @@ def make_plan(
     task: Sequence[Cell] = (OP_CELL,),
     cells: Sequence[Cell] = (*STEP_CELLS, OP_CELL),
     band: float = 0.02,
-    floor_ns: float | None = 1.0,
+    traffic: Traffic = Traffic(1000.0, 0.0, 0.0),  # noqa: B008 - frozen
 ) -> Plan:
     """A plan as the gate makes it: task cells faster than the best, steps faster than standard and not slower."""
     wanted = {cell.key for cell in task}
@@ -48,9 +49,7 @@ def make_plan(
         alpha_per_run=0.01,
         candidates=candidates,
         stages=plan_stages(blocks, 0.01, candidates),
-        cells=tuple(
-            CellPlan(cell.key, cell.model_dump(mode="json"), claims(cell), floor_ns, "made up") for cell in cells
-        ),
+        cells=tuple(CellPlan(cell.key, cell.model_dump(mode="json"), claims(cell), traffic) for cell in cells),
         gain_cells=() if task else tuple(cell.key for cell in cells),
         command="fasttrack verify --gates perf",
     )
@@ -134,9 +133,30 @@ def speeds(gain: float | Mapping[str, float], *, standard: float = 2.0, best_ns:
     return {"standard": lambda _key: best_ns * standard, "best": lambda _key: best_ns, "candidate": candidate}
 
 
-def record(folder: Path, plan: Plan, sampler: FakeSampler) -> list[dict[str, Any]]:
-    """Lines of a finished measurement by the real campaign."""
+CEILINGS = Ceilings(
+    threads=2,
+    read=((1 << 20, 100.0), (1 << 27, 10.0)),
+    write=((1 << 20, 50.0), (1 << 27, 5.0)),
+    copy=((1 << 20, 80.0), (1 << 27, 8.0)),
+    fma_gflops=100.0,
+    bf16_gflops=1000.0,
+    bf16_unit="amx",
+)
+
+
+def begin(folder: Path, plan: Plan, *, ceilings: Ceilings | None = CEILINGS) -> EvidenceSink:
+    """A raw file with what the gate writes before the first block."""
     evidence = EvidenceSink(folder)
     evidence.append("perf", plan.header())
+    if ceilings is not None:
+        evidence.append("perf", {"kind": "ceilings", "ceilings": ceilings.record()})
+    return evidence
+
+
+def record(
+    folder: Path, plan: Plan, sampler: FakeSampler, *, ceilings: Ceilings | None = CEILINGS
+) -> list[dict[str, Any]]:
+    """Lines of a finished measurement by the real campaign."""
+    evidence = begin(folder, plan, ceilings=ceilings)
     run_campaign(plan, sampler, evidence, silent)
     return evidence.lines("perf")

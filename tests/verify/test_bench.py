@@ -14,28 +14,19 @@ from harness.progress import silent
 from harness.records import Cell
 from harness.settings import load
 from k3_backend.geometry import geometry
-from tests.verify.perf_records import FakeSampler
+from tests.verify.perf_records import CEILINGS, FakeSampler
 from verify.bench import ceilings as ceilings_module
 from verify.bench import run as bench_module
-from verify.bench.ceilings import measure_ceilings, merge
+from verify.bench.ceilings import measure_ceilings
 from verify.bench.records import BenchReport
 from verify.bench.run import MIN_REPEATS, bench
-from verify.bench.traffic import cell_floor
+from verify.bench.traffic import cell_traffic
 from verify.evaluator.worker import ArmSpec
 from verify.gates.perf.sampler import ArmFault
-from verify.protocol.floors import Ceilings
+from verify.protocol.floors import floor
 from verify.protocol.perf_plan import MIN_LEG_NS
 
 ROOT = Path(__file__).resolve().parents[2]
-CEILINGS = Ceilings(
-    threads=2,
-    read=((1 << 20, 100.0), (1 << 27, 10.0)),
-    write=((1 << 20, 50.0), (1 << 27, 5.0)),
-    copy=((1 << 20, 80.0), (1 << 27, 8.0)),
-    fma_gflops=100.0,
-    bf16_gflops=1000.0,
-    bf16_unit="amx",
-)
 
 
 def run_fake(
@@ -50,7 +41,7 @@ def run_fake(
 
     monkeypatch.setattr(bench_module, "WorkerSampler", fake_sampler)
     monkeypatch.setattr(bench_module, "measure_ceilings", lambda _threads: CEILINGS)
-    monkeypatch.setattr(bench_module, "_specialized", lambda *_: ArmSpec("specialized"))
+    monkeypatch.setattr(bench_module, "specialized_arm", lambda *_: ArmSpec("specialized"))
     settings = load(ROOT)
     report = bench(tmp_path, settings, settings.target("cpu"), peers=peers, progress=silent, **given)
     assert set(made["arms"]) == {"specialized", *peers}
@@ -139,16 +130,6 @@ def test_targets_of_other_devices_are_refused(tmp_path: Path) -> None:
         bench(tmp_path, settings, settings.target("gb300"))
 
 
-def test_merged_ceilings_are_the_higher_ones() -> None:
-    """A disturbed second measurement lowers the ceiling, so that honest kernels exceed it."""
-    slower = dataclasses.replace(CEILINGS, read=((1 << 20, 200.0), (1 << 27, 1.0)), bf16_gflops=10.0, bf16_unit="fma")
-    found = merge(CEILINGS, slower)
-    assert found.read == ((1 << 20, 200.0), (1 << 27, 10.0))
-    assert (found.bf16_gflops, found.bf16_unit) == (1000.0, "amx")
-    with pytest.raises(ValueError, match="cannot be merged"):
-        merge(CEILINGS, dataclasses.replace(CEILINGS, threads=1))
-
-
 def test_without_a_compiler_ceilings_are_missing_and_not_guessed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -164,11 +145,12 @@ def test_floors_of_cells_follow_context_and_batch() -> None:
     """Every cell has the same floor."""
     g = geometry("k3-nano")
     floors = [
-        cell_floor(Cell(scope="step", batch=b, context=c), g, CEILINGS).ns for b, c in ((1, 256), (64, 256), (64, 2048))
+        floor(cell_traffic(Cell(scope="step", batch=b, context=c), g), CEILINGS).ns
+        for b, c in ((1, 256), (64, 256), (64, 2048))
     ]
     assert floors == sorted(floors)
     assert floors[2] > 1.5 * floors[1]
-    kda = cell_floor(Cell(scope="kda_decode", batch=64), g, CEILINGS)
+    kda = floor(cell_traffic(Cell(scope="kda_decode", batch=64), g), CEILINGS)
     assert kda.resource == "memory"
 
 

@@ -10,9 +10,10 @@ from harness.errors import FasttrackError
 from harness.records import EvidenceClass, GateResult, Measurement, Missing, Outcome
 from verify.context import GateContext
 from verify.gates.common import command_for, gate_guard, to_result
-from verify.protocol import audit, build, scope
+from verify.protocol import audit, build, kernels, path, scope
 from verify.protocol.decision import Decision, Finding
 
+CODED = (("scope", scope), ("build", build), ("audit", audit), ("kernels", kernels), ("path", path))
 FINDING = Finding("scope.mode", "m", "w", "e", "n")
 
 
@@ -102,11 +103,11 @@ def test_results_follow_the_decision() -> None:
 def test_the_page_of_reasons_is_complete() -> None:
     """A report's code is not explained, or the page explains one that no gate gives."""
     page = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
-    for name, module in (("scope", scope), ("build", build), ("audit", audit)):
+    for name, module in CODED:
         assert dict(re.findall(rf"^\| `({name}\.\w+)` \| (.+) \|$", page, re.MULTILINE)) == module.CODES
 
 
 def test_codes_are_well_formed_and_belong_to_their_gate() -> None:
     """A reason code changes shape or is explained under another gate."""
-    for name, module in (("scope", scope), ("build", build), ("audit", audit)):
+    for name, module in CODED:
         assert all(code.startswith(f"{name}.") and text for code, text in module.CODES.items())

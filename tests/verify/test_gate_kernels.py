@@ -176,10 +176,10 @@ CHOICE = {"run": "first", "tensor": "topk_ids", "violations": 1, "rule": "order"
         (2, {"choices": [CHOICE]}, "failed", "kernels.mismatch"),
         (1, {"failure": {"failure": "error", "message": "undefined symbol"}}, "failed", "kernels.error"),
         (1, {"receipts": {}}, "failed", "kernels.wrong_object"),
-        (0, {"planned": ["another", "case"]}, "not_evaluated", "kernels.incomplete"),
-        (0, {"protocol": "kernels/0"}, "not_evaluated", "kernels.incomplete"),
+        (0, {"planned": ["another", "case"]}, "not_evaluated", "kernels.incomplete_record"),
+        (0, {"protocol": "kernels/0"}, "not_evaluated", "kernels.incomplete_record"),
         (0, {"ops": ["kda_decode", "attn_res"]}, "not_evaluated", "kernels.not_run"),
-        (3, {"kind": "note"}, "not_evaluated", "kernels.incomplete"),
+        (3, {"kind": "note"}, "not_evaluated", "kernels.incomplete_record"),
     ],
 )
 def test_what_decides(lines: list[dict[str, Any]], at: int, fields: dict[str, Any], outcome: str, code: str) -> None:

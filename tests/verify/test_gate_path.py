@@ -244,7 +244,7 @@ def test_the_same_reason_is_one_finding() -> None:
 def test_incomplete_records_are_not_evaluated(edit: Any) -> None:
     """A record with missing, repeated or foreign lines that passes."""
     decision = decide(edit(lines_with(cell(), mark())))
-    assert (decision.outcome, decision.findings[0].code) == ("not_evaluated", "path.incomplete")
+    assert (decision.outcome, decision.findings[0].code) == ("not_evaluated", "path.incomplete_record")
 
 
 def test_another_object_fails() -> None:

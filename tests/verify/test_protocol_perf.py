@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.records import Cell, Measurement
-from tests.verify.perf_records import OP_CELL, STEP_CELLS, FakeSampler, make_plan, record, speeds
+from tests.verify.perf_records import CEILINGS, OP_CELL, STEP_CELLS, FakeSampler, make_plan, record, speeds
 from verify.protocol import perf
 from verify.protocol.bounds import bounds, trimmed, word
-from verify.protocol.floors import GUARD, Ceilings, Traffic, floor, transfer_ns
-from verify.protocol.perf import decide, summarise
+from verify.protocol.floors import GUARD, Ceilings, Traffic, floor, merge, transfer_ns
+from verify.protocol.perf import below_floor, decide, summarise
 from verify.protocol.perf_plan import ARMS, Claim, Plan, PlanError, Stage, leg_order, plan_stages
 
+ROOT = Path(__file__).resolve().parents[2]
 KEYS = [cell.key for cell in (*STEP_CELLS, OP_CELL)]
 
 
@@ -232,12 +235,17 @@ def test_timed_steps_on_the_standard_path_fail(tmp_path: Path) -> None:
 
 def test_faster_than_the_machine_fails_and_a_broken_floor_is_inconclusive(tmp_path: Path) -> None:
     """Physics is not checked, or a wrong floor rejects honest work."""
-    lines = record(tmp_path / "a", make_plan(floor_ns=150_000.0), FakeSampler(speeds(0.5)))
+    reads_150_us = Traffic(0.0, 0.0, 150e6)  # operations at 1000 GFLOP/s
+    lines = record(tmp_path / "a", make_plan(traffic=reads_150_us), FakeSampler(speeds(0.5)))
     assert codes(lines) == {"perf.below_floor"}
-    lines = record(tmp_path / "b", make_plan(floor_ns=170_000.0), FakeSampler(speeds(0.1, standard=0.5)))
+    assert below_floor(lines)
+    faster = dataclasses.replace(CEILINGS, bf16_gflops=2000.0)
+    lines.insert(2, {"kind": "ceilings", "ceilings": faster.record()})
+    assert decide(lines).outcome == "passed", "the highest ceiling of the record counts"
+    lines = record(tmp_path / "b", make_plan(traffic=reads_150_us), FakeSampler(speeds(0.1, standard=0.5)))
     assert decide(lines).outcome == "inconclusive"
     assert "perf.floor_wrong" in codes(lines)
-    lines = record(tmp_path / "c", make_plan(floor_ns=None), FakeSampler(speeds(0.1)))
+    lines = record(tmp_path / "c", make_plan(), FakeSampler(speeds(0.1)), ceilings=None)
     assert codes(lines) == {"perf.floor_missing"}
     assert decide(lines).outcome == "inconclusive"
 
@@ -381,7 +389,7 @@ def test_words_need_evidence_to_leave_ambiguity() -> None:
     assert word(-0.3, 0.01, 0.02) == "AMBG"
 
 
-CEILINGS = Ceilings(
+SMALL = Ceilings(
     threads=2,
     read=((1000, 100.0), (10_000, 10.0)),
     write=((1000, 50.0), (10_000, 5.0)),
@@ -394,21 +402,21 @@ CEILINGS = Ceilings(
 
 def test_floors_count_each_byte_at_the_fastest_cache_it_could_be_in() -> None:
     """A working set larger than a cache is judged as if it all came from memory, or all from the cache."""
-    assert transfer_ns(500, CEILINGS.read) == pytest.approx(5.0)
-    assert transfer_ns(2000, CEILINGS.read) == pytest.approx(10.0 + 100.0)
-    assert transfer_ns(20_000, CEILINGS.read) == pytest.approx(10.0 + 1900.0)
+    assert transfer_ns(500, SMALL.read) == pytest.approx(5.0)
+    assert transfer_ns(2000, SMALL.read) == pytest.approx(10.0 + 100.0)
+    assert transfer_ns(20_000, SMALL.read) == pytest.approx(10.0 + 1900.0)
     slower_small = ((1000, 1.0), (10_000, 10.0))
     assert transfer_ns(500, slower_small) == pytest.approx(50.0), "a ceiling is the best of what was seen"
 
 
 def test_the_floor_is_its_slowest_resource() -> None:
     """Arithmetic or writing is left out of the floor."""
-    assert floor(Traffic(500, 0, 0), CEILINGS).ns == pytest.approx(5.0)
-    assert floor(Traffic(0, 500, 0), CEILINGS).ns == pytest.approx(10.0)
-    compute = floor(Traffic(500, 0, 1e6), CEILINGS)
+    assert floor(Traffic(500, 0, 0), SMALL).ns == pytest.approx(5.0)
+    assert floor(Traffic(0, 500, 0), SMALL).ns == pytest.approx(10.0)
+    compute = floor(Traffic(500, 0, 1e6), SMALL)
     assert compute.ns == compute.arithmetic_ns == pytest.approx(1000.0)
     assert 0 < GUARD < 0.1
-    assert Ceilings.from_json(json.loads(json.dumps(CEILINGS.record()))) == CEILINGS
+    assert Ceilings.from_json(json.loads(json.dumps(SMALL.record()))) == SMALL
 
 
 def test_plans_read_back_as_they_were_written() -> None:
@@ -421,3 +429,24 @@ def test_plans_read_back_as_they_were_written() -> None:
         Plan.from_header(broken)
     assert Stage("search", 2, 0.1, control=False).arms == ARMS[:3]
     assert Claim("best", "faster") != Claim("best", "not_slower")
+
+
+def test_merged_ceilings_are_the_higher_ones() -> None:
+    """A disturbed second measurement lowers the ceiling, so that honest kernels exceed it."""
+    slower = dataclasses.replace(SMALL, read=((1000, 200.0), (10_000, 1.0)), bf16_gflops=10.0, bf16_unit="fma")
+    found = merge(SMALL, slower)
+    assert found.read == ((1000, 200.0), (10_000, 10.0))
+    assert (found.bf16_gflops, found.bf16_unit) == (1000.0, "amx")
+    with pytest.raises(ValueError, match="cannot be merged"):
+        merge(SMALL, dataclasses.replace(SMALL, threads=1))
+
+
+def test_every_code_is_listed_with_its_meaning() -> None:
+    """A finding's code cannot be looked up, or the page lists codes that nothing raises."""
+    page = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(perf\.[a-z_]+)` \| (.*) \|$", page, re.MULTILINE))
+    assert rows == dict(perf.CODES)
+    sources = [*(ROOT / "verify" / "protocol").glob("perf*.py"), *(ROOT / "verify" / "gates" / "perf").glob("*.py")]
+    text = "".join(path.read_text(encoding="utf-8") for path in sources if path.name != "perf_codes.py")
+    raised = set(re.findall(r'"perf\.([a-z_]+)"', text))
+    assert raised <= {code.removeprefix("perf.") for code in perf.CODES}

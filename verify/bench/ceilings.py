@@ -15,7 +15,7 @@ from pathlib import Path
 from harness.errors import FasttrackError
 from verify.protocol.floors import Ceilings
 
-__all__ = ["measure_ceilings", "merge"]
+__all__ = ["measure_ceilings"]
 
 _SOURCE = Path(__file__).with_name("ceilings.cc")
 _FLAGS = ("-std=c++20", "-O3", "-march=x86-64", "-pthread", "-Wno-psabi")
@@ -34,33 +34,6 @@ def measure_ceilings(threads: int) -> Ceilings:
         _run(["g++", *_FLAGS, "-o", str(program), str(_SOURCE)], _BUILD_S, "a C++20 compiler (g++ 12 or later)")
         printed = _run([str(program), str(threads)], _RUN_S, "an x86-64 CPU with AVX2 and FMA")
     return Ceilings.from_json(json.loads(printed))
-
-
-def merge(first: Ceilings, second: Ceilings) -> Ceilings:
-    """The higher of two measurements with the same threads, figure by figure.
-
-    Raises:
-        ValueError: they were made with different threads or working sets.
-    """
-    if first.threads != second.threads or [s for s, _ in first.read] != [s for s, _ in second.read]:
-        raise ValueError("ceilings of different programs or threads cannot be merged")
-    faster = first if first.bf16_gflops >= second.bf16_gflops else second
-    tables = {
-        name: tuple(
-            (size, max(one, other))
-            for (size, one), (_, other) in zip(getattr(first, name), getattr(second, name), strict=True)
-        )
-        for name in ("read", "write", "copy")
-    }
-    return Ceilings(
-        threads=first.threads,
-        read=tables["read"],
-        write=tables["write"],
-        copy=tables["copy"],
-        fma_gflops=max(first.fma_gflops, second.fma_gflops),
-        bf16_gflops=faster.bf16_gflops,
-        bf16_unit=faster.bf16_unit,
-    )
 
 
 def _run(command: list[str], timeout_s: float, needed: str) -> str:

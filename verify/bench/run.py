@@ -7,6 +7,7 @@ against drift; it does not average over processes as the perf gate does, and it 
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -25,17 +26,17 @@ from k3_backend.aot.cpu.host import best_arch
 from k3_backend.geometry import Geometry, geometry
 from k3_backend.ops import OPS
 from verify.arms import KERNELS, SCHEDULES, SandboxRunner, artifact_cache
-from verify.bench.ceilings import measure_ceilings, merge
+from verify.bench.ceilings import measure_ceilings
 from verify.bench.records import ArmTiming, BenchCell, BenchReport, PairedRatio
-from verify.bench.traffic import cell_floor
+from verify.bench.traffic import cell_traffic
 from verify.evaluator.worker import ArmSpec
 from verify.gates.perf.sampler import ArmFault, Block
 from verify.gates.perf.workers import WorkerSampler
 from verify.protocol.bounds import bounds
-from verify.protocol.floors import Ceilings
+from verify.protocol.floors import Ceilings, floor, merge
 from verify.protocol.perf_plan import MIN_LEG_NS, CellPlan, Claim
 
-__all__ = ["MIN_REPEATS", "PEERS", "THREADS", "bench"]
+__all__ = ["MIN_REPEATS", "PEERS", "THREADS", "bench", "specialized_arm"]
 
 PEERS: Mapping[str, str | None] = {
     "eager": None,
@@ -85,7 +86,7 @@ def bench(
     scratch = root / "build" / "bench"
     scratch.mkdir(parents=True, exist_ok=True)
     progress("bench: building the kernels")
-    arms: dict[str, ArmSpec] = {_SPECIALIZED: _specialized(root, settings, shape, arch)}
+    arms: dict[str, ArmSpec] = {_SPECIALIZED: specialized_arm(root, settings, shape, arch)}
     arms |= {peer: ArmSpec("standard") for peer in peers}
     compiled = {peer: mode for peer in peers if (mode := PEERS[peer]) is not None}
     progress("bench: measuring the ceilings of this machine")
@@ -93,7 +94,10 @@ def bench(
     sampler = WorkerSampler(
         arms, shape, base_tree=root, run_dir=scratch / "logs", threads=THREADS, compiled=compiled, scratch=scratch
     )
-    plans = [CellPlan(c.key, c.model_dump(mode="json"), (Claim("standard", "faster"),), None, "") for c in cells]
+    plans = [
+        CellPlan(c.key, c.model_dump(mode="json"), (Claim("standard", "faster"),), cell_traffic(c, shape))
+        for c in cells
+    ]
     with sampler.block(tuple(arms), secrets.token_hex(16), plans) as block:
         samples = []
         for number, plan in enumerate(plans):
@@ -107,7 +111,7 @@ def bench(
         arch=arch,
         threads=THREADS,
         repeats=repeats,
-        ceilings=ceilings.record(),
+        ceilings=json.loads(json.dumps(ceilings.record())),
         foreign_cpu_share=foreign,
         cells=tuple(_report(cell, found, shape, ceilings) for cell, found in zip(cells, samples, strict=True)),
     )
@@ -150,7 +154,8 @@ def _usage(what: str, where: str, expected: str, command: str) -> FasttrackError
     return FasttrackError(what, where=where, expected=expected, next=command)
 
 
-def _specialized(root: Path, settings: Settings, shape: Geometry, arch: str) -> ArmSpec:
+def specialized_arm(root: Path, settings: Settings, shape: Geometry, arch: str) -> ArmSpec:
+    """The working tree's kernels and schedules, built in the sandbox."""
     kernels, cache = root / KERNELS, artifact_cache(root)
     runner = SandboxRunner(kernels, settings.build)
     built = build_all(specialised_ops(kernels), arch, shape, kernels, cache, run=runner)
@@ -193,7 +198,7 @@ def _calls(block: Block, cell: CellPlan, arm: str) -> int:
 
 
 def _report(cell: Cell, samples: _Samples, shape: Geometry, ceilings: Ceilings) -> BenchCell:
-    found = cell_floor(cell, shape, ceilings)
+    found = floor(cell_traffic(cell, shape), ceilings)
     arms = tuple(_timing(arm, samples, found.ns) for arm in samples.times)
     return BenchCell(
         cell=cell,

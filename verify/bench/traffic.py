@@ -15,23 +15,23 @@ from k3_backend.geometry import Geometry
 from k3_backend.model.program import decode_program
 from k3_backend.ops import OPS
 from k3_backend.ops.interface import OpSpec, TensorSpec
-from verify.protocol.floors import Ceilings, Floor, Traffic, floor
+from verify.protocol.floors import Traffic
 
-__all__ = ["cell_floor", "op_traffic", "step_traffic"]
+__all__ = ["cell_traffic", "op_traffic", "step_traffic"]
 
 _ITEM_BYTES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1}
 _EXPERT_TENSORS = ("w13", "w2")
 
 
-def cell_floor(cell: Cell, g: Geometry, ceilings: Ceilings) -> Floor:
-    """The floor of a cell; of an op that occurs with two shapes, the lower one."""
+def cell_traffic(cell: Cell, g: Geometry) -> Traffic:
+    """Traffic of a cell; of an op that occurs with two shapes, the smaller one."""
     if cell.scope == "step":
-        return floor(step_traffic(g, batch=cell.batch, tokens=cell.tokens, context=cell.context or 0), ceilings)
+        return step_traffic(g, batch=cell.batch, tokens=cell.tokens, context=cell.context or 0)
     shapes = (
         op_traffic(cell.scope, g, batch=cell.batch, tokens=cell.tokens, context=cell.context, site=site)
         for site in ("kda", "mla")
     )
-    return min((floor(traffic, ceilings) for traffic in shapes), key=lambda found: found.ns)
+    return min(shapes, key=lambda traffic: traffic.read_bytes + traffic.write_bytes)
 
 
 def op_traffic(op: str, g: Geometry, *, batch: int, tokens: int, context: int | None, site: str = "") -> Traffic:

@@ -25,8 +25,9 @@ __all__ = ["ALPHA", "MARGIN_NATS", "MAX_ERROR_RATE", "PROTOCOL_ID", "decide", "m
 
 PROTOCOL_ID = "evals/1"
 
-MARGIN_NATS = 0.01
-"""Largest mean loss per token that non-inferiority allows: one percent of perplexity."""
+MARGIN_NATS = 0.1
+"""Largest mean loss per token that non-inferiority allows. The untrained model makes it this wide: its router has many
+near-ties, rounding tips them, and the standard arm differs from itself by up to 0.05 nats per token over 16 samples."""
 
 ALPHA = 0.01
 """Level of each one-sided bound over all suites; each suite gets an equal share."""

@@ -8,14 +8,18 @@ the work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["GUARD", "Ceilings", "Floor", "Traffic", "floor", "transfer_ns"]
+__all__ = ["GUARD", "Ceilings", "Floor", "Traffic", "floor", "merge", "transfer_ns"]
 
 GUARD = 0.03
 """Share by which a time may lie below its floor: how well a ceiling is known."""
+
+
+Table = tuple[tuple[int, float], ...]
+"""(working set in bytes, GB/s), ascending by working set, not empty."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,13 @@ class Traffic:
     flops: float
     """Multiplications and additions, each counted as one."""
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.read_bytes + other.read_bytes, self.write_bytes + other.write_bytes, self.flops + other.flops
-        )
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Traffic:
+        """Read a raw line's; numbers must not be negative."""
+        found = cls(float(data["read_bytes"]), float(data["write_bytes"]), float(data["flops"]))
+        if not min(found.read_bytes, found.write_bytes, found.flops) >= 0:
+            raise ValueError(f"negative traffic: {dict(data)}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -41,9 +48,9 @@ class Ceilings:
     """
 
     threads: int
-    read: tuple[tuple[int, float], ...]
-    write: tuple[tuple[int, float], ...]
-    copy: tuple[tuple[int, float], ...]
+    read: Table
+    write: Table
+    copy: Table
     """Bytes read plus bytes written."""
     fma_gflops: float
     """f32 multiply-add, vector units."""
@@ -60,7 +67,7 @@ class Ceilings:
     def from_json(cls, data: Mapping[str, Any]) -> Ceilings:
         """Inverse of `record` after a round trip through JSON."""
 
-        def table(name: str) -> tuple[tuple[int, float], ...]:
+        def table(name: str) -> Table:
             return tuple((int(size), float(gbps)) for size, gbps in data[name])
 
         return cls(
@@ -116,7 +123,31 @@ def floor(traffic: Traffic, ceilings: Ceilings) -> Floor:
     )
 
 
-def transfer_ns(nbytes: float, table: Sequence[tuple[int, float]]) -> float:
+def merge(first: Ceilings, second: Ceilings) -> Ceilings:
+    """The higher of two measurements with the same threads, figure by figure.
+
+    Raises:
+        ValueError: they were made with different threads or working sets.
+    """
+    if first.threads != second.threads or [s for s, _ in first.read] != [s for s, _ in second.read]:
+        raise ValueError("ceilings of different programs or threads cannot be merged")
+
+    def higher(one: Table, other: Table) -> Table:
+        return tuple((size, max(rate, more)) for (size, rate), (_, more) in zip(one, other, strict=True))
+
+    faster = first if first.bf16_gflops >= second.bf16_gflops else second
+    return Ceilings(
+        threads=first.threads,
+        read=higher(first.read, second.read),
+        write=higher(first.write, second.write),
+        copy=higher(first.copy, second.copy),
+        fma_gflops=max(first.fma_gflops, second.fma_gflops),
+        bf16_gflops=faster.bf16_gflops,
+        bf16_unit=faster.bf16_unit,
+    )
+
+
+def transfer_ns(nbytes: float, table: Table) -> float:
     """Least time to touch `nbytes` distinct bytes, in nanoseconds.
 
     The best that any order of accesses can do is to find as much as fits into the fastest cache there, as much as fits

@@ -16,6 +16,7 @@ from typing import Any
 from verify.protocol.decision import Decision, Finding, Line
 
 __all__ = [
+    "CODES",
     "FACTORS",
     "FLOORS",
     "MEASURES",
@@ -53,6 +54,31 @@ LARGEST_MEAN = 0.2
 """A comparison whose tolerance of `mean` is above this has no power: zeros (mean = 1) would come near it."""
 POWER = 4.0
 """A comparison has power against constants if the reference's spread is this many tolerances."""
+
+CODES = {
+    "kernels.mismatch": "results are further from the reference than the tolerance that the standard path earns",
+    "kernels.out_of_bounds_write": "bytes outside every tensor of the call changed",
+    "kernels.input_changed": "the call changed a tensor that it may only read",
+    "kernels.unowned_state_changed": "the call changed state slots or cache rows that it does not own",
+    "kernels.output_not_written": "poison from before the call is left in an output",
+    "kernels.nondeterministic": "the same inputs gave other bits: memory from before the call, or the order of workers",
+    "kernels.stale_output": "a replay with changed inputs returned the results of earlier ones",
+    "kernels.threads_left": "a thread or process outlived the call",
+    "kernels.denormals_off": "the call left the floating-point unit in another mode",
+    "kernels.crash": "the worker ended, whatever its exit status",
+    "kernels.timeout": "the call did not return before its deadline",
+    "kernels.protocol": "the worker sent something that trusted code never sends",
+    "kernels.error": "the objects or a schedule could not be loaded, or a kernel returned an error",
+    "kernels.wrong_object": "the object that the worker mapped is not the built artifact",
+    "kernels.no_power": "no case could tell a tensor from a constant",
+    "kernels.not_run": "every case of an op was refused by the launcher",
+    "kernels.no_artifacts": "the build gate left nothing to run",
+    "kernels.device": "this machine cannot run the target's kernels",
+    "kernels.incomplete_record": "the raw lines do not hold a complete attempt",
+    "kernels.environment": "the machine could not run the gate",
+    "kernels.internal_error": "the gate itself failed",
+}
+"""Every reason code of this gate and what it means."""
 
 _EVENTS = {
     "out_of_bounds_write": "bytes outside every tensor keep their secret pattern",
@@ -282,7 +308,7 @@ def _metrics(tally: _Tally) -> dict[str, dict[str, Any]]:
 
 def _incomplete(message: str, where: str) -> Finding:
     rule = "one header, at least one load, and every planned case once"
-    return Finding("kernels.incomplete", message, where, rule, "fasttrack verify --gates kernels")
+    return Finding("kernels.incomplete_record", message, where, rule, "fasttrack verify --gates kernels")
 
 
 def _malformed(lines: Sequence[Line]) -> Finding | None:

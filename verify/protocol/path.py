@@ -14,7 +14,7 @@ from typing import Any
 from verify.protocol import kernels
 from verify.protocol.decision import Decision, Finding, Line
 
-__all__ = ["FACTORS", "FLOORS", "PROTOCOL_ID", "decide", "step_exceeds", "step_tolerance"]
+__all__ = ["CODES", "FACTORS", "FLOORS", "PROTOCOL_ID", "decide", "step_exceeds", "step_tolerance"]
 
 PROTOCOL_ID = "path/1"
 
@@ -28,6 +28,25 @@ specialised path may be twice as far from the reference as the standard path (2 
 
 FLOORS: Mapping[str, float] = {"median_row_l2": 2.0**-8, "row_l2": 2.0**-7, "mean": 2.0**-8}
 """One bf16 rounding of the result."""
+
+CODES = {
+    "path.fallback": "a claimed step took the standard path; the message gives the planner's reason",
+    "path.ledger": "the ledger counts other runs than the step's program has",
+    "path.step_mismatch": "a specialised step differs from the standard step by more than rounding explains",
+    "path.unowned_state_changed": "a step changed state slots or cache rows of requests that are not in the batch",
+    "path.watermark_unseen": "an op was made deliberately wrong and a comparison did not notice",
+    "path.wrong_object": "the object that the worker mapped is not the built artifact",
+    "path.crash": "the worker ended, whatever its exit status",
+    "path.timeout": "a step did not end before its deadline",
+    "path.protocol": "the worker sent something that trusted code never sends",
+    "path.error": "the objects could not be loaded, or a step raised an error",
+    "path.no_artifacts": "the build gate left nothing to run",
+    "path.device": "this machine cannot run the target's kernels",
+    "path.incomplete_record": "the raw lines do not hold a complete attempt",
+    "path.environment": "the machine could not run the gate",
+    "path.internal_error": "the gate itself failed",
+}
+"""Every reason code of this gate and what it means."""
 
 _FAILURES = {
     "crash": "the worker lives on",
@@ -201,7 +220,7 @@ def _metrics(cells: Sequence[Line], marks: Sequence[Line], allowed: Mapping[str,
 
 def _incomplete(message: str, where: str) -> Finding:
     rule = "one header, one tolerance, at least one load, and every planned step once"
-    return Finding("path.incomplete", message, where, rule, "fasttrack verify --gates path")
+    return Finding("path.incomplete_record", message, where, rule, "fasttrack verify --gates path")
 
 
 def _malformed(lines: Sequence[Line]) -> Finding | None:

@@ -26,13 +26,25 @@ from verify.protocol.perf_checks import (
     control_bounds,
     fault_findings,
     floor_findings,
+    floors_ns,
     rig_findings,
     work_findings,
 )
+from verify.protocol.perf_codes import CODES
 from verify.protocol.perf_data import BlockError, StageData, blocks_of, interrupted, stage_data
 from verify.protocol.perf_plan import PROTOCOL_ID, CellPlan, Claim, Plan, PlanError, Stage
 
-__all__ = ["FUTILITY_BLOCKS", "FUTILITY_LOSS", "PROTOCOL_ID", "State", "decide", "state", "summarise"]
+__all__ = [
+    "CODES",
+    "FUTILITY_BLOCKS",
+    "FUTILITY_LOSS",
+    "PROTOCOL_ID",
+    "State",
+    "below_floor",
+    "decide",
+    "state",
+    "summarise",
+]
 
 FUTILITY_BLOCKS = 2
 """After this many blocks of the first stage the gate asks once whether going on is worth it."""
@@ -102,35 +114,53 @@ def state(lines: Sequence[Line]) -> State:
     rest = attempt[1]
     if of_kind(rest, "fault"):
         return State(None, 0, "fault")
+    floors = floors_ns(plan, rest)
     gains: tuple[int, ...] | None = None
     for number, stage in enumerate(plan.stages):
         data = stage_data(plan, rest, stage)
-        if any(work_findings(plan, blocks_of(rest, stage))) or any(floor_findings(plan, data)):
+        if any(work_findings(plan, blocks_of(rest, stage))):
             return State(None, data.blocks, "refuted")
         if number == 0 and data.blocks == FUTILITY_BLOCKS < stage.blocks and _futile(plan, data):
             return State(None, data.blocks, "futile")
         if data.blocks < stage.blocks:
             return State(stage, data.blocks, "")
         judged = _Judged(plan, data, gains)
-        if judged.outcome != "passed" or any(rig_findings(plan, data, blocks_of(rest, stage))):
+        if judged.outcome != "passed" or any(rig_findings(plan, data, blocks_of(rest, stage), floors)):
             return State(None, data.blocks, "refuted")
         gains = judged.gains
     return State(None, plan.stages[-1].blocks, "complete")
+
+
+def below_floor(lines: Sequence[Line]) -> bool:
+    """Whether some leg of the candidate lies below its floor by the ceilings measured so far. A gate then measures the
+    ceilings again before it believes that: a disturbed moment makes them too low.
+
+    Raises:
+        PlanError, BlockError: as `state`.
+    """
+    attempt = last_attempt(lines)
+    if attempt is None:
+        raise PlanError("the file has no header")
+    plan = Plan.from_header(attempt[0])
+    floors = floors_ns(plan, attempt[1])
+    datas = [stage_data(plan, attempt[1], stage) for stage in plan.stages]
+    return any(finding for data in datas for finding in floor_findings(plan, data, floors))
 
 
 def _decide(plan: Plan, lines: Sequence[Line]) -> Decision:
     datas = [stage_data(plan, lines, stage) for stage in plan.stages]
     metrics = _metrics(plan, datas)
     blocks = of_kind(lines, "block")
+    floors = floors_ns(plan, lines)
     bad = [*fault_findings(plan, lines, candidate=True), *work_findings(plan, blocks)]
-    bad += [finding for data in datas for finding in floor_findings(plan, data)]
+    bad += [finding for data in datas for finding in floor_findings(plan, data, floors)]
     if bad:
         return Decision("failed", bad, metrics)
     if faults := list(fault_findings(plan, lines, candidate=False)):
         return Decision("inconclusive", faults, metrics)
     gains: tuple[int, ...] | None = None
     for number, data in enumerate(datas):
-        if unsound := list(rig_findings(plan, data, blocks_of(lines, data.stage))):
+        if unsound := list(rig_findings(plan, data, blocks_of(lines, data.stage), floors)):
             return Decision("inconclusive", unsound, metrics)
         if number == 0 and data.blocks == FUTILITY_BLOCKS < data.stage.blocks and (stop := _futile(plan, data)):
             return Decision(stop[0], stop[1], metrics)
@@ -335,9 +365,9 @@ def _controls(plan: Plan, datas: Sequence[StageData], lines: Sequence[Line]) -> 
         shares = [(data.legs[arm] / data.worker_legs[arm] - 1).max() for data in measured]
         if shares:
             yield f"largest excess of the evaluator's clock, {arm}", f"{max(shares):.2%}"
-    floors = np.array([cell.floor_ns or np.nan for cell in plan.cells])
-    if measured and np.isfinite(floors).any():
-        share = max(float(np.nanmax(floors / data.legs["candidate"].min(axis=(0, 2, 3)))) for data in measured)
+    floors = floors_ns(plan, lines)
+    if measured and floors is not None:
+        share = max(float(np.max(floors / data.legs["candidate"].min(axis=(0, 2, 3)))) for data in measured)
         yield "closest to a physical floor", f"{share:.0%} of it"
     loads = [line["load"] for line in of_kind(lines, "block")]
     if loads:

@@ -14,12 +14,12 @@ import numpy as np
 
 from verify.protocol.bounds import bounds
 from verify.protocol.decision import Finding, Line
-from verify.protocol.floors import GUARD
+from verify.protocol.floors import GUARD, Ceilings, floor, merge
 from verify.protocol.perf_data import StageData
 from verify.protocol.perf_plan import CONTROL_ALPHA, Plan
 
 __all__ = [
-    "CLOCK_SHARE", "CLOCK_TOLERANCE", "TOLERANCES", "control_bounds", "fault_findings", "floor_findings",
+    "CLOCK_SHARE", "CLOCK_TOLERANCE", "TOLERANCES", "control_bounds", "fault_findings", "floor_findings", "floors_ns",
     "rig_findings", "work_findings",
 ]  # fmt: skip
 
@@ -79,19 +79,35 @@ def work_findings(plan: Plan, lines: Iterable[Line]) -> Iterator[Finding]:
             yield Finding("perf.fallback", message, where, "every timed call on the specialised path", plan.command)
 
 
-def floor_findings(plan: Plan, data: StageData) -> Iterator[Finding]:
+def floors_ns(plan: Plan, lines: Iterable[Line]) -> list[float] | None:
+    """Floor of each cell from the highest ceilings that the record holds; None if it holds none."""
+    found: Ceilings | None = None
+    for line in lines:
+        if line.get("kind") == "ceilings":
+            measured = Ceilings.from_json(line["ceilings"])
+            found = measured if found is None else merge(found, measured)
+    return None if found is None else [floor(cell.traffic, found).ns for cell in plan.cells]
+
+
+def floor_findings(plan: Plan, data: StageData, floors: Sequence[float] | None) -> Iterator[Finding]:
     """Legs of the candidate that are faster than the machine."""
-    fastest = data.legs[_OWN_ARM].min(axis=(0, 2, 3)) if data.blocks else ()
-    for cell, found in zip(plan.cells, fastest, strict=False):
-        if cell.floor_ns is not None and found < cell.floor_ns * (1 - GUARD):
-            message = f"a call took {found / 1e3:.2f} µs; moving and computing what it must takes {cell.floor_note}"
-            expected = f"at least {cell.floor_ns * (1 - GUARD) / 1e3:.2f} µs (floor less {GUARD:.0%})"
-            yield Finding("perf.below_floor", message, cell.key, expected, plan.command)
+    if not data.blocks or floors is None:
+        return
+    fastest = data.legs[_OWN_ARM].min(axis=(0, 2, 3))
+    for key, least, found in zip(plan.keys, floors, fastest, strict=True):
+        if found < least * (1 - GUARD):
+            message = f"a call took {found / 1e3:.2f} µs; what it must move and compute takes {least / 1e3:.2f} µs"
+            expected = f"at least {least * (1 - GUARD) / 1e3:.2f} µs (floor less {GUARD:.0%})"
+            yield Finding("perf.below_floor", message, key, expected, plan.command)
 
 
-def rig_findings(plan: Plan, data: StageData, lines: Sequence[Line]) -> Iterator[Finding]:
+def rig_findings(
+    plan: Plan, data: StageData, lines: Sequence[Line], floors: Sequence[float] | None
+) -> Iterator[Finding]:
     """Reasons not to trust this stage's numbers, whatever they say."""
-    yield from _missing_floors(plan)
+    if floors is None:
+        message = "no ceilings of this machine are in the record"
+        yield Finding("perf.floor_missing", message, "all cells", "ceilings measured in the same run", plan.command)
     if not data.blocks:
         return
     for where, arm, cell in _arm_cells(lines):
@@ -100,7 +116,8 @@ def rig_findings(plan: Plan, data: StageData, lines: Sequence[Line]) -> Iterator
             message = f"outputs of arm {arm} are wrong: {name} is {value:.3g}"
             expected = f"{name} at most {TOLERANCES[name]:g} for an arm that was accepted before"
             yield Finding("perf.baseline_mismatch", message, where, expected, plan.command)
-    yield from _broken_floors(plan, data)
+    if floors is not None:
+        yield from _broken_floors(plan, data, floors)
     yield from _clock(plan, data)
     if data.stage.control:
         yield from _control(plan, data)
@@ -135,21 +152,13 @@ def _exceeding(checks: Mapping[str, float], required: Iterable[str]) -> Iterator
             yield name, value
 
 
-def _missing_floors(plan: Plan) -> Iterator[Finding]:
-    for cell in plan.cells:
-        if cell.floor_ns is None:
-            message = f"no physical floor: {cell.floor_note}"
-            expected = "ceilings measured in the same run"
-            yield Finding("perf.floor_missing", message, cell.key, expected, plan.command)
-
-
-def _broken_floors(plan: Plan, data: StageData) -> Iterator[Finding]:
+def _broken_floors(plan: Plan, data: StageData, floors: Sequence[float]) -> Iterator[Finding]:
     """A trusted arm below the floor shows that the floor is wrong."""
     fastest = data.legs["standard"].min(axis=(0, 2, 3))
-    for cell, found in zip(plan.cells, fastest, strict=True):
-        if cell.floor_ns is not None and found < cell.floor_ns * (1 - GUARD):
-            message = f"the standard arm took {found / 1e3:.2f} µs, below the floor of {cell.floor_ns / 1e3:.2f} µs"
-            yield Finding("perf.floor_wrong", message, cell.key, "a floor that trusted code respects", plan.command)
+    for key, least, found in zip(plan.keys, floors, fastest, strict=True):
+        if found < least * (1 - GUARD):
+            message = f"the standard arm took {found / 1e3:.2f} µs, below the floor of {least / 1e3:.2f} µs"
+            yield Finding("perf.floor_wrong", message, key, "a floor that trusted code respects", plan.command)
 
 
 def _clock(plan: Plan, data: StageData) -> Iterator[Finding]:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Literal, cast
 
+from verify.protocol.floors import Traffic
+
 __all__ = [
     "ARMS", "CONTROL_ALPHA", "MIN_LEG_NS", "PROTOCOL_ID", "SWEEPS", "CellPlan", "Claim", "Plan", "PlanError", "Stage",
     "block_order", "leg_order", "plan_stages", "seed_digest",
@@ -56,10 +58,8 @@ class CellPlan:
     cell: Mapping[str, Any]
     """Fields of `harness.records.Cell`."""
     claims: tuple[Claim, ...]
-    floor_ns: float | None
-    """Least time of one call; null where it could not be computed."""
-    floor_note: str
-    """What bounds it, or why there is none."""
+    traffic: Traffic
+    """The least that one call must move and compute."""
 
     @property
     def is_step(self) -> bool:
@@ -148,7 +148,9 @@ class Plan:
                 gain_cells=tuple(header["gain_cells"]),
             )
             plan.check()
-        except (KeyError, TypeError, AttributeError) as error:
+        except PlanError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"the header is malformed ({type(error).__name__}: {error})") from error
         return plan
 
@@ -193,10 +195,7 @@ def _cell(data: Mapping[str, Any]) -> CellPlan:
     for claim in claims:
         if claim.against not in ("standard", "best") or claim.rule not in ("faster", "not_slower"):
             raise PlanError(f"cell {data['key']}: unknown claim {claim}")
-    floor_ns = data["floor_ns"]
-    if floor_ns is not None and not float(floor_ns) > 0:
-        raise PlanError(f"cell {data['key']}: floor of {floor_ns} ns")
-    return CellPlan(str(data["key"]), data["cell"], claims, floor_ns, str(data["floor_note"]))
+    return CellPlan(str(data["key"]), data["cell"], claims, Traffic.from_json(data["traffic"]))
 
 
 def plan_stages(blocks: int, alpha_per_run: float, candidates: int) -> tuple[Stage, ...]:

@@ -28,6 +28,7 @@ import numpy as np
 
 from verify.protocol.bounds import Floats
 from verify.protocol.decision import Decision
+from verify.protocol.floors import Traffic
 from verify.protocol.lines import last_attempt, of_kind
 from verify.protocol.perf import decide
 from verify.protocol.perf_data import stage_data
@@ -132,6 +133,7 @@ class Simulator:
 
     Args:
         noise: measured.
+        cells: of the plan; more than were measured are taken from other measured blocks of the same cells.
         blocks: of the tier.
         alpha_per_run: error budget.
         candidates: of the run.
@@ -140,9 +142,21 @@ class Simulator:
     """
 
     def __init__(
-        self, noise: Noise, *, blocks: int, alpha_per_run: float, candidates: int, band: float, seed: int
+        self,
+        noise: Noise,
+        *,
+        blocks: int,
+        alpha_per_run: float,
+        candidates: int,
+        band: float,
+        seed: int,
+        cells: int | None = None,
     ) -> None:
         self.noise = noise
+        count = len(noise.cells) if cells is None else cells
+        self._copies = -(-count // len(noise.cells))
+        self.keys = tuple(f"{key}#{n}" for n in range(self._copies) for key in noise.cells)[:count]
+        """Cells of the plan."""
         self.rng = np.random.default_rng(seed)
         self.stages = plan_stages(blocks, alpha_per_run, candidates)
         self._budget = {"alpha_per_run": alpha_per_run, "candidates": candidates, "band": band}
@@ -156,7 +170,7 @@ class Simulator:
         """
         first = scenarios[self.stages[0].name]
         plan = self._plan(first.task)
-        lines: list[dict[str, Any]] = [plan.header()]
+        lines: list[dict[str, Any]] = [plan.header(), {"kind": "ceilings", "ceilings": _CEILINGS}]
         for stage in self.stages:
             lines += self._stage(stage, scenarios[stage.name])
         lines.append({"kind": "end", "why": "complete"})
@@ -168,28 +182,30 @@ class Simulator:
 
     def _plan(self, task: bool) -> Plan:
         claims = (Claim("standard", "faster"), Claim("best", "faster" if task else "not_slower"))
-        cells = tuple(CellPlan(key, {"scope": "step"}, claims, 1.0, "none: simulated") for key in self.noise.cells)
+        cells = tuple(CellPlan(key, {"scope": "step"}, claims, Traffic(0.0, 0.0, 0.0)) for key in self.keys)
         return Plan(
             target="simulated",
             tier="simulated",
             arms={"standard": "s", "best": "b", "candidate": "c"},
             stages=self.stages,
             cells=cells,
-            gain_cells=() if task else self.noise.cells,
+            gain_cells=() if task else self.keys,
             command="python -m verify.protocol.simulate",
             **self._budget,  # type: ignore[arg-type]
         )
 
     def _stage(self, stage: Stage, scenario: Scenario) -> list[dict[str, Any]]:
-        cells = len(self.noise.cells)
+        cells = len(self.keys)
         gain = scenario.log_gain(cells)
         lines = []
-        for skeleton, source in zip(self._skeletons[stage.name], self._drawn(stage.blocks), strict=True):
+        drawn = [self._drawn(stage.blocks) for _ in range(self._copies)]
+        for skeleton, *sources in zip(self._skeletons[stage.name], *drawn, strict=True):
             deal = self.rng.permutation(3)
-            times = self.noise.equal[source][:, deal].copy()
+            times = np.concatenate([self.noise.equal[source] for source in sources])[:cells, deal]
             times[:, EQUAL_ARMS.index("candidate")] -= gain[:, None, None]
             legs = _BASE_NS * np.exp(times)
-            standard = _BASE_NS * (1 + scenario.standard_gain) * np.exp(self.noise.standard[source])
+            slower = np.concatenate([self.noise.standard[source] for source in sources])[:cells]
+            standard = _BASE_NS * (1 + scenario.standard_gain) * np.exp(slower)
             lines += skeleton.fill(legs, standard)
         return lines
 
@@ -203,7 +219,19 @@ class Simulator:
         return drawn[:blocks]
 
     def _skeleton(self, stage: Stage, number: int) -> _Skeleton:
-        return _Skeleton(self.noise.cells, stage, number, seed=self.rng.bytes(16).hex())
+        return _Skeleton(self.keys, stage, number, seed=self.rng.bytes(16).hex())
+
+
+_CEILINGS = {
+    "threads": 1,
+    "read": [[1, 1.0]],
+    "write": [[1, 1.0]],
+    "copy": [[1, 1.0]],
+    "fma_gflops": 1.0,
+    "bf16_gflops": 1.0,
+    "bf16_unit": "fma",
+}
+"""Of no matter: simulated calls move nothing."""
 
 
 class _Skeleton:
@@ -294,7 +322,7 @@ def stage_rates(simulator: Simulator, wrong: Scenario, right: Scenario, trials: 
 
     Cells that are wrong rotate, since their noise differs: `wrong.gains` names one cell as index 0.
     """
-    cells = len(simulator.noise.cells)
+    cells = len(simulator.keys)
     rates = {}
     for stage in simulator.stages:
         hits = 0
@@ -323,6 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = commands.add_parser("table", help="error rates and power by number of blocks")
     table.add_argument("--noise", type=Path, default=NOISE_DIR / "cpu.json")
     table.add_argument("--blocks", type=int, nargs="+", default=[3, 8, 20])
+    table.add_argument("--cells", type=int, help="of the plan; as many as were measured by default")
     table.add_argument("--trials", type=int, default=1000)
     table.add_argument("--candidates", type=int, default=20)
     table.add_argument("--alpha", type=float, default=0.01)
@@ -359,6 +388,7 @@ def _print_table(given: argparse.Namespace) -> None:
             candidates=given.candidates,
             band=given.band,
             seed=given.seed,
+            cells=given.cells,
         )
         faster = Scenario({}, 0.2)
         rates = stage_rates(simulator, Scenario({0: 0.0}, 0.2), faster, given.trials)

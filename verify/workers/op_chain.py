@@ -61,6 +61,7 @@ def chain(
     shift: int,
     repeats: int,
     compile_mode: str | None = None,
+    cache: str = "",
 ) -> dict[str, Any]:
     """Bind a chain.
 
@@ -77,6 +78,7 @@ def chain(
         shift: rows between the windows of neighbouring calls; keeps every window aligned.
         repeats: how often the series of calls is run.
         compile_mode: mode of torch.compile for the standard arm; eager if null.
+        cache: folder that keeps what was compiled.
 
     Returns:
         `refused`: why no planner would launch this, else null.
@@ -93,7 +95,7 @@ def chain(
     ]
     start = {name: state.clone() for name, state in states.items()}
     banks = [as_tensor(session, made["view"]) for made in outputs.values()]
-    function = standard(op) if compile_mode is None else compiled_op(op, compile_mode)
+    function = standard(op) if compile_mode is None else compiled_op(op, compile_mode, cache)
     made = _OpChain(function, None, states, start, banks, results, calls, dict(attrs), repeats=repeats)
     if session.kind == "specialized":
         loaded = kernels(session)[op]

@@ -81,6 +81,7 @@ def open_model(
     tokens: int,
     cached: int,
     compile_mode: str | None = None,
+    cache: str = "",
 ) -> dict[str, Any]:
     """Make the seeded model and fill pools for the largest cell of the block.
 
@@ -92,6 +93,7 @@ def open_model(
         tokens: largest T.
         cached: largest batch * (context + T), in cache rows.
         compile_mode: mode of torch.compile for the standard step; eager if null.
+        cache: folder that keeps what was compiled.
     """
     torch.set_num_threads(session.threads)
     shape = geometry_of(geometry)
@@ -113,7 +115,7 @@ def open_model(
     backend = None
     if session.kind == "specialized":
         backend = DecodeBackend(weights, kernels(session), "auto", session.threads, state)
-    step = standard.decode if compile_mode is None else compiled_step(compile_mode)
+    step = standard.decode if compile_mode is None else compiled_step(compile_mode, cache)
     session.areas[_AREA] = _Open(seed, weights, state, pristine, backend, step)
     return {"parameters": weights.parameters}
 

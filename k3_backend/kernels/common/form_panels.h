@@ -1,7 +1,7 @@
-// Form Panels of a small matrix product: 16 tokens side by side in pairs along K, [K/2][16][2], which is the layout that AMX
-// takes as its second operand and that vector lanes can use as well. A tile holds one row of W per row and one token per
-// column, so a token's result does not depend on its neighbours, and a following product reads bf16 pairs of two tile rows
-// without a transposition.
+// Form Panels of a small matrix product: 16 tokens side by side in pairs along K, [K/2][16][2], which is the layout
+// that AMX takes as its second operand and that vector lanes can use as well. A tile holds one row of W per row and one
+// token per column, so a token's result does not depend on its neighbours, and a following product reads bf16 pairs of
+// two tile rows without a transposition.
 #pragma once
 
 #include "common/tile.h"
@@ -13,7 +13,7 @@ struct Panels {
 
   static K3_INLINE const bf16* panel(const bf16* acts, int p, int64_t k) { return acts + p * kTile * k; }
 
-  // Packs elements [k0, k0 + 32) of up to 16 tokens, row_of(token) each, into their place in a panel; absent tokens are 0.
+  // Packs elements [k0, k0 + 32) of up to 16 tokens, row_of(token) each, into their place in a panel; the rest is 0.
   template <typename F>
   static K3_INLINE void pack(bf16* panel, int64_t k0, int tokens, F&& row_of) {
 #if defined(__AVX512F__)
@@ -31,15 +31,15 @@ struct Panels {
 #endif
   }
 
-  // Activations of `tokens` contiguous rows of k elements, packed into `acts` by the whole team; the caller's next barrier
-  // completes them.
+  // Activations of `tokens` contiguous rows of k elements, packed into `acts` by the whole team; the caller's next
+  // barrier completes them.
   static K3_INLINE const bf16* stage(const Team& team, const bf16* x, int tokens, int64_t k, bf16* acts) {
     const int64_t steps = k / 32;
     const Range mine = team.share(panels_of(tokens) * steps);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
       const int p = int(i / steps);
       const bf16* rows = x + p * kTile * k;
-      pack(acts + p * kTile * k, i % steps * 32, tokens - p * kTile, [&](int m) { return rows + m * k; });
+      pack(acts + p * kTile * k, i % steps * 32, in_panel(tokens, p), [&](int m) { return rows + m * k; });
     }
     return acts;
   }
@@ -49,7 +49,8 @@ struct Panels {
     for (int64_t i = 0; i < k; i += 32) pack(panel, i, tokens, row_of);
   }
 
-  // Tile r of the group by panel p < `panels` at `acts` becomes c[p * group.count + r]; 4 products at most, 3 excepted.
+  // Tile r of the group by panel p < `panels` at `acts` becomes c[p * group.count + r]; both counts are powers of two,
+  // four tiles in all at most.
   static K3_NOINLINE void multiply(const Group& w, int panels, int k, const bf16* acts, int, Tile* c) {
     switch (w.count * kMaxInFlight + panels) {
       case 1 * kMaxInFlight + 1: return products<1, 1>(w, k, acts, c);
@@ -84,8 +85,8 @@ struct Panels {
     for (int i = 0; i < 4; ++i) {
       const __m512i low = _mm512_permutex2var_epi64(x[i], _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), y[i]);
       const __m512i high = _mm512_permutex2var_epi64(x[i], _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), y[i]);
-      const __m256i t[4] = {_mm512_castsi512_si256(low), _mm512_extracti64x4_epi64(low, 1), _mm512_castsi512_si256(high),
-                            _mm512_extracti64x4_epi64(high, 1)};
+      const __m256i t[4] = {_mm512_castsi512_si256(low), _mm512_extracti64x4_epi64(low, 1),
+                            _mm512_castsi512_si256(high), _mm512_extracti64x4_epi64(high, 1)};
       for (int lane = 0; lane < 4; ++lane)
         if (4 * lane + i < tokens) _mm256_storeu_si256((__m256i*)(out + (4 * lane + i) * ld), t[lane]);
     }
@@ -131,8 +132,10 @@ struct Panels {
     __m512i t[kTile];
     for (int i = 0; i < kTile; i += 4) transpose4(t + i, r + i);
     for (int i = 0; i < 4; ++i) {
-      const __m512i a = _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88), b = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);
-      const __m512i c = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88), d = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
+      const __m512i a = _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88);
+      const __m512i b = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);
+      const __m512i c = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88);
+      const __m512i d = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
       r[i] = _mm512_shuffle_i32x4(a, c, 0x88);
       r[4 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
       r[8 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
@@ -185,8 +188,9 @@ struct Panels {
 
 #if defined(__AMX_BF16__)
 
-// C tiles are registers 0..3 (panel-major), W tiles 4 and 5, panels 6 and 7; W and panels alternate between two registers
-// so that a load can run while the previous product still reads the other. The intrinsics name registers by literals.
+// C tiles are registers 0..3 (panel-major), W tiles 4 and 5, panels 6 and 7; W and panels alternate between two
+// registers so that a load can run while the previous product still reads the other. The intrinsics name registers by
+// literals.
 template <int R, int P>
 K3_INLINE void Panels::products(const Group& w, int k, const bf16* acts, Tile* c) {
   static_assert(R * P <= 4 && (R <= 2 || P == 1), "four accumulators");

@@ -1,5 +1,5 @@
-// Form Rows of a small matrix product: token rows as they are, every output one dot product in vector lanes, W read once per
-// four tokens. Best for one or two tokens, and for more where a level has no matrix unit.
+// Form Rows of a small matrix product: token rows as they are, every output one dot product in vector lanes, W read
+// once per four tokens. Best for one or two tokens, and for more where a level has no matrix unit.
 #pragma once
 
 #include "common/tile.h"
@@ -25,7 +25,7 @@ struct Rows {
     for (int i = 0; i < k; i += 32) w.prefetch(i);
     for (int p = 0; p < panels; ++p)
       for (int r = 0; r < w.count; ++r)
-        tile(w.rows[r], w.ld, k, panel(acts, p, k), tokens - p * kTile < kTile ? tokens - p * kTile : kTile, c[p * w.count + r].v);
+        tile(w.rows[r], w.ld, k, panel(acts, p, k), in_panel(tokens, p), c[p * w.count + r].v);
   }
 
   // c = fn(a, b) elementwise, for the valid tokens.

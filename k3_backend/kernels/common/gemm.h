@@ -1,10 +1,10 @@
-// Small matrix products C = X W^T of bf16 with fp32 accumulation, for W row-major as stored and a few tokens X: the shared
-// core of every kernel that multiplies activations by weights. Works in tiles of 16 rows of W by 16 tokens and hands each
-// finished fp32 tile to the caller's `emit`, which rounds, fuses and stores. Owns no memory and no threads.
+// Small matrix products C = X W^T of bf16 with fp32 accumulation, for W row-major as stored and a few tokens X: the
+// shared core of every kernel that multiplies activations by weights. Works in tiles of 16 rows of W by 16 tokens and
+// hands each finished fp32 tile to the caller's `emit`, which rounds, fuses and stores. Owns no memory and no threads.
 //
 // Two forms, chosen by a schedule because the best one depends on the number of tokens: Rows (form_rows.h) and Panels
-// (form_panels.h). K is a multiple of 32. Every output is summed in an order fixed by form and level alone, never by workers
-// or blocking, so results repeat bit for bit over any number of workers.
+// (form_panels.h). K is a multiple of 32. Every output is summed in an order fixed by form and level alone, never by
+// workers or blocking, so results repeat bit for bit over any number of workers.
 #pragma once
 
 #include "common/form_panels.h"
@@ -34,8 +34,9 @@ struct Walk {
   bool prefetch;  // request the next tiles of W while multiplying these
 };
 
-// Multiplies tiles [begin, end) of W with all tokens. `emit(t, p, c, valid)` gets, per panel p with `valid` <= 16 tokens,
-// the finished tiles c[0..kUnit) of t, t + 1, ...; the range is a multiple of kUnit (2: a tile and its partner).
+// Multiplies tiles [begin, end) of W with all tokens. `emit(t, p, c, valid)` gets, per panel p with `valid` <= 16
+// tokens, the finished tiles c[0..kUnit) of t, t + 1, ...; the range is a multiple of kUnit (2: a tile and its
+// partner).
 template <int kUnit, class Form, class W, class Emit>
 K3_INLINE void for_tiles(const W& weights, Range tiles, Walk walk, int k, const bf16* acts, int tokens, Emit&& emit) {
   const int panels = panels_of(tokens);
@@ -55,17 +56,17 @@ K3_INLINE void for_tiles(const W& weights, Range tiles, Walk walk, int k, const 
       while (step > panels - p) step /= 2;
       Form::multiply(group, step, k, Form::panel(acts, p, k), tokens - p * kTile, c);
       group.next[0] = nullptr;
-      for (int i = 0; i < step; ++i) {
-        const int left = tokens - (p + i) * kTile;
-        for (int r = 0; r < group.count; r += kUnit) emit(t + r, p + i, &c[i * group.count + r], left < kTile ? left : kTile);
-      }
+      for (int i = 0; i < step; ++i)
+        for (int r = 0; r < group.count; r += kUnit)
+          emit(t + r, p + i, &c[i * group.count + r], in_panel(tokens, p + i));
     }
   }
 }
 
 // Elements [n0, n0 + 16) of the activations `panel_acts` (over k) = bf16(f(bf16(gate), bf16(up))).
 template <class Form>
-K3_INLINE void store_situ(const Tile& gate, const Tile& up, const Situ& f, bf16* panel_acts, int64_t k, int64_t n0, int valid) {
+K3_INLINE void store_situ(const Tile& gate, const Tile& up, const Situ& f, bf16* panel_acts, int64_t k, int64_t n0,
+                          int valid) {
   Tile h{};
   Form::combine(h, gate, up, valid, [&](vf g, vf u) { return f(round_bf16(g), round_bf16(u)); });
   Form::store_acts(h, panel_acts, k, n0, valid);

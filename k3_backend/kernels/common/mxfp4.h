@@ -1,6 +1,6 @@
-// MXFP4 weights as bf16 tiles: E2M1 codes, two per byte with the even element in the low nibble, one UE8M0 scale byte per 32
-// elements along K (OCP Microscaling Formats v1.0). Within fp32's range every product of a code and a scale is a bf16 number,
-// so nothing is rounded here; a scale of 255 makes its 32 elements NaN.
+// MXFP4 weights as bf16 tiles: E2M1 codes, two per byte with the even element in the low nibble, one UE8M0 scale byte
+// per 32 elements along K (OCP Microscaling Formats v1.0). Within fp32's range every product of a code and a scale is a
+// bf16 number, so nothing is rounded here; a scale of 255 makes its 32 elements NaN.
 #pragma once
 
 #include "common/gemm.h"
@@ -20,7 +20,8 @@ K3_INLINE float ue8m0(uint8_t scale) {
 // Expands kLanes bytes of codes, times scale, to kPairs bf16 elements.
 K3_INLINE void expand_codes(const uint8_t* codes, vf scale, bf16* out) {
 #if defined(__AVX512F__)
-  const vf table = _mm512_setr_ps(0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f);
+  const vf table = _mm512_setr_ps(0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f,  //
+                                  -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f);
   const __m512i byte = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
   const vf even = _mm512_permutexvar_ps(byte, table) * scale;  // reads the low four bits of each index
   const vf odd = _mm512_permutexvar_ps(_mm512_srli_epi32(byte, 4), table) * scale;
@@ -44,12 +45,13 @@ K3_INLINE void expand_tile(const uint8_t* packed, const uint8_t* scales, int64_t
   for (int i = 0; i < kTile; ++i) {
     const uint8_t* codes = packed + (row + i) * (k / 2);
     const uint8_t* scale = scales + (row + i) * (k / kScaleBlock);
-    for (int64_t j = 0; j < k; j += kPairs) expand_codes(codes + j / 2, set1(ue8m0(scale[j / kScaleBlock])), tile + i * k + j);
+    for (int64_t j = 0; j < k; j += kPairs)
+      expand_codes(codes + j / 2, set1(ue8m0(scale[j / kScaleBlock])), tile + i * k + j);
   }
 }
 
-// Row-major MXFP4 weights; with `width` != 0 gate rows first, then `width` further down the up rows, as in `GateUp`. Tiles are
-// expanded into `tiles`, room for kMaxInFlight of them, which the worker owns.
+// Row-major MXFP4 weights; with `width` != 0 gate rows first, then `width` further down the up rows, as in `GateUp`.
+// Tiles are expanded into `tiles`, room for kMaxInFlight of them, which the worker owns.
 struct Mxfp4 {
   const uint8_t* packed;
   const uint8_t* scales;

@@ -1,12 +1,13 @@
-// Vectors of fp32 lanes and their bf16 loads and stores, for every CPU kernel. One source, two levels: AVX-512 (16 lanes,
-// with the bf16 instructions where the level has them) and AVX2 with FMA (8 lanes), chosen by predefined macros.
+// Vectors of fp32 lanes and their bf16 loads and stores, for every CPU kernel. One source, two levels: AVX-512 (16
+// lanes, with the bf16 instructions where the level has them) and AVX2 with FMA (8 lanes), chosen by predefined macros.
 //
-// Holds elementwise arithmetic and reductions only: no loops over memory, no threads, no geometry. `vf` is a native vector
-// type, so + - * / work on it. Lane order of a `sum` is fixed, so results repeat bit for bit at one level.
+// Holds elementwise arithmetic and reductions only: no loops over memory, no threads, no geometry. `vf` is a native
+// vector type, so + - * / work on it. Lane order of a `sum` is fixed, so results repeat bit for bit at one level.
 //
 // Rounding to bf16 is to nearest even, NaN stays NaN (quiet). The AVX-512 bf16 instructions read and write denormals as
-// zero; the emulation keeps them. Largest error against exact maths where the result is a normal number, in units in the
-// last place of fp32, at both levels: exp 1.5, sigmoid 3, tanh 3 (tests/k3_backend/test_kernels_gemm.py measures them).
+// zero; the emulation keeps them. Largest error against exact maths where the result is a normal number, in units in
+// the last place of fp32, at both levels: exp 1.5, sigmoid 3, tanh 3 (tests/k3_backend/test_kernels_common.py
+// measures them).
 #pragma once
 
 #include <immintrin.h>
@@ -182,7 +183,7 @@ K3_INLINE vb pair(vf a, vf b) {
 
 constexpr int kPairs = 2 * kLanes;  // bf16 elements of a vb
 
-// --- Written once for both levels --------------------------------------------------------------------------------------
+// --- Written once for both levels ------------------------------------------------------------------------------------
 
 K3_INLINE vf round_bf16(vf x) { return widen(narrow(x)); }
 K3_INLINE bf16 to_bf16(float x) {
@@ -203,8 +204,8 @@ K3_INLINE vf dot_pairs(vf acc, vb a, vb b) {
 #endif
 }
 
-// Range reduction x = n ln2 + r with |r| <= ln2 / 2 and e^r - 1 = r (1 + r / 2 + ...). The coefficients minimise the largest
-// relative error of that polynomial on the range (1.1e-8, computed by iteratively reweighted least squares).
+// Range reduction x = n ln2 + r with |r| <= ln2 / 2 and e^r - 1 = r (1 + r / 2 + ...). The coefficients minimise the
+// largest relative error of that polynomial on the range (1.1e-8, computed by iteratively reweighted least squares).
 struct ExpParts {
   vf n;
   vf expm1_r;
@@ -244,8 +245,8 @@ K3_INLINE vf tanh(vf x) {
   return copy_sign(t / (t + set1(2.0f)), x);
 }
 
-// SiTU: f(g, u) = beta tanh(g / beta) sigmoid(g) lin tanh(u / lin), or without the last bound if linear_beta <= 0. The two
-// tanh share one division.
+// SiTU: f(g, u) = beta tanh(g / beta) sigmoid(g) lin tanh(u / lin), or without the last bound if linear_beta <= 0. The
+// two tanh share one division.
 struct Situ {
   float beta, linear_beta;
 

@@ -1,5 +1,5 @@
-// What the two forms of a small matrix product share: tile and panel sizes, the split of work over a team of workers, the
-// matrix unit's configuration, and the rows of W that one step multiplies. No arithmetic.
+// What the two forms of a small matrix product share: tile and panel sizes, the split of work over a team of workers,
+// the matrix unit's configuration, and the rows of W that one step multiplies. No arithmetic.
 #pragma once
 
 #include "common/simd.h"
@@ -8,7 +8,7 @@
 namespace k3::gemm {
 
 constexpr int kTile = 16;        // rows of W, and tokens, of one tile
-constexpr int kMaxTokens = 64;   // tokens that one pass over the weights serves; kernels loop over blocks of so many
+constexpr int kMaxTokens = 64;   // tokens that one pass over the weights serves: kernels take so many at a time
 constexpr int kMaxInFlight = 4;  // tiles of W, and tiles of W times panels, accumulated together
 
 // One finished tile. Rows: v[token][row of W]. Panels: v[row of W][token].
@@ -17,6 +17,8 @@ struct alignas(64) Tile {
 };
 
 constexpr int panels_of(int tokens) { return (tokens + kTile - 1) / kTile; }
+// Tokens of panel p when there are `tokens` in all.
+constexpr int in_panel(int tokens, int p) { return tokens - p * kTile < kTile ? tokens - p * kTile : kTile; }
 // Elements that the activations of some tokens take in either form.
 constexpr int64_t acts_elems(int tokens, int64_t k) { return int64_t(panels_of(tokens)) * kTile * k; }
 
@@ -41,8 +43,8 @@ struct Team {
   K3_INLINE Range share(int64_t count, int64_t unit = 1) const { return gemm::share(count, unit, worker, workers); }
 };
 
-// Makes AMX usable in a scope of one worker; nothing on other levels. Releasing at the end leaves no tile state behind for
-// other code on the thread and keeps context switches cheap.
+// Makes AMX usable in a scope of one worker; nothing on other levels. Releasing at the end leaves no tile state behind
+// for other code on the thread and keeps context switches cheap.
 class MatrixUnit {
  public:
 #if defined(__AMX_BF16__)
@@ -64,8 +66,8 @@ class MatrixUnit {
   MatrixUnit& operator=(const MatrixUnit&) = delete;
 };
 
-// Tiles of W that are multiplied together, and those to request from memory meanwhile (null: none). Weights come from the
-// last-level cache or DRAM once per step, in pieces too short for the hardware's stream detection.
+// Tiles of W that are multiplied together, and those to request from memory meanwhile (null: none). Weights come from
+// the last-level cache or DRAM once per step, in pieces too short for the hardware's stream detection.
 struct Group {
   const bf16* rows[kMaxInFlight];
   const bf16* next[kMaxInFlight];

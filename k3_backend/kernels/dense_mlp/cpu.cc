@@ -1,10 +1,10 @@
 // Dense SiTU MLP of the first layer in one fork-join: gate and up projection, activation, down projection.
 //
 // h = bf16(f(bf16(W_g x), bf16(W_u x))); out = bf16(W_down h); f = SiTU.
-// Shapes: x bf16 [M, D] activation, w_gate_up bf16 [2 I, D] constant (gate rows first), w_down bf16 [D, I] constant, out bf16
-// [M, D] output; D = hidden, I = dense width. Policy: a tile of gate rows and its tile of up rows are multiplied together,
-// so the activation happens while both are in cache; h goes to scratch in the layout that the second product reads.
-// Workers split the rows of each weight; one barrier separates the two products.
+// Shapes: x bf16 [M, D] activation, w_gate_up bf16 [2 I, D] constant (gate rows first), w_down bf16 [D, I] constant,
+// out bf16 [M, D] output; D = hidden, I = dense width. Policy: a tile of gate rows and its tile of up rows are
+// multiplied together, so the activation happens while both are in cache; h goes to scratch in the layout that the
+// second product reads. Workers split the rows of each weight; one barrier separates the two products.
 #include "common/bind.h"
 #include "common/gemm.h"
 
@@ -42,7 +42,8 @@ void mlp(const Call& call, const Team& team, Scratch& scratch) {
     if (m0 > 0) team.barrier();  // the block before may still be reading h
     const bf16* acts = Form::stage(team, call.x + m0 * kHidden, tokens, kHidden, scratch.x);
     if (Form::kPacked) team.barrier();
-    for_tiles<2, Form>(GateUp{call.w_gate_up, kHidden, kWidth}, team.share(2 * kWidth / kTile, 2), call.walk, kHidden, acts, tokens,
+    const GateUp gate_up{call.w_gate_up, kHidden, kWidth};
+    for_tiles<2, Form>(gate_up, team.share(2 * kWidth / kTile, 2), call.walk, kHidden, acts, tokens,
                        [&](int64_t t, int p, const Tile* c, int valid) {
                          bf16* h = scratch.h + p * kTile * kWidth;
                          store_situ<Form>(c[0], c[1], call.situ, h, kWidth, t / 2 * kTile, valid);

@@ -1,8 +1,8 @@
 // Attention input projection: out[M, N] = bf16(x[M, D] w[N, D]^T), fp32 accumulation, one rounding.
 //
-// Shapes: x bf16 [M, D] activation, w bf16 [N, D] constant, out bf16 [M, N] output; D = hidden, N a multiple of 16 (the packed
-// rows are padded). Policy: the rows of W are split over the workers, so that each core reads half of the weights; blocks of
-// 64 tokens share one pass over them. The schedule chooses form, tiles in flight and prefetching.
+// Shapes: x bf16 [M, D] activation, w bf16 [N, D] constant, out bf16 [M, N] output; D = hidden, N a multiple of 16 (the
+// packed rows are padded). Policy: the rows of W are split over the workers, so that each core reads half of the
+// weights; blocks of 64 tokens share one pass over them. The schedule chooses form, tiles in flight and prefetching.
 #include "common/bind.h"
 #include "common/gemm.h"
 

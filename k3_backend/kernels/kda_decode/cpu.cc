@@ -278,8 +278,8 @@ void by_item(const K3Context* ctx, const Call& c, Sweep sweep, int32_t threads) 
 void by_row(const K3Context* ctx, const Call& c, Sweep sweep, int32_t threads, int64_t v_block) {
   Gates* gates = static_cast<Gates*>(ctx->scratch);
   Token* scratch = reinterpret_cast<Token*>(gates + ctx->max_workers);
-  const int64_t free = ctx->scratch_bytes - ctx->max_workers * int64_t(sizeof(Gates));
-  const int64_t items = c.B * H, wave = free / int64_t(sizeof(Token)) / c.T;
+  const int64_t left_bytes = ctx->scratch_bytes - ctx->max_workers * int64_t(sizeof(Gates));
+  const int64_t items = c.B * H, wave = left_bytes / int64_t(sizeof(Token)) / c.T;
   parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
     const Range rows = share(K / v_block, worker, workers);
     const int64_t v0 = rows.begin * v_block, v1 = rows.end * v_block;

@@ -2,12 +2,12 @@
 //
 // E_e(z) = W2_e bf16(f(bf16(W1_e z), bf16(W3_e z))), f = SiTU; r = bf16(sum over slots of w E, fp32, in slot order)
 // shared = W_sd bf16(f(bf16(W_sg x), bf16(W_su x))); out = bf16(bf16(W_up rms(r; latent_norm)) + bf16(shared))
-// Shapes: interface.py; D = hidden, L = latent, I = expert width, S = shared width. Experts are bf16, or MXFP4 expanded tile by
-// tile into cache. A chosen id outside [0, E) adds nothing and reads nothing.
+// Shapes: interface.py; D = hidden, L = latent, I = expert width, S = shared width. Experts are bf16, or MXFP4 expanded
+// tile by tile into cache. A chosen id outside [0, E) adds nothing and reads nothing.
 //
-// Policy: (token, slot) pairs are grouped by expert, so an expert's weights are read once per 64 tokens. Whole experts are
-// dealt to workers by cost. Each pair's E goes to its own row of scratch, and a token sums its rows in slot order: who ran
-// which expert when never changes a bit.
+// Policy: (token, slot) pairs are grouped by expert, so an expert's weights are read once per 64 tokens. Whole experts
+// are dealt to workers by cost. Each pair's E goes to its own row of scratch, and a token sums its rows in slot order:
+// who ran which expert when never changes a bit.
 //   phase 1  pack x; experts                               [pairs x L]
 //   phase 2  shared gate/up and SiTU; per token sum, norm  [tokens x S], [tokens x L]
 //   phase 3  up projection + shared down projection        [tokens x D]
@@ -30,7 +30,7 @@ constexpr int kShared = K3_SHARED_WIDTH;
 constexpr int kMaxWorkers = 2;
 constexpr int kMaxPairs = kMaxTokens * kTopK;
 constexpr int kMaxK = kLatent > kWidth ? kLatent : kWidth;
-static_assert(kHidden % 32 == 0 && kLatent % 32 == 0 && kWidth % 32 == 0 && kShared % 32 == 0, "products run over K in steps of 32");
+static_assert(kHidden % 32 == 0 && kLatent % 32 == 0 && kWidth % 32 == 0 && kShared % 32 == 0, "K in steps of 32");
 
 struct Call {
   const bf16 *x, *latent;
@@ -90,30 +90,38 @@ struct Routing {
 };
 
 struct Bf16Experts {
-  static K3_INLINE GateUp gate_up(const Call& call, int e, bf16*) { return {call.w13 + int64_t(e) * 2 * kWidth * kLatent, kLatent, kWidth}; }
-  static K3_INLINE Weights down(const Call& call, int e, bf16*) { return {call.w2 + int64_t(e) * kLatent * kWidth, kWidth}; }
+  static K3_INLINE GateUp gate_up(const Call& call, int e, bf16*) {
+    return {call.w13 + int64_t(e) * 2 * kWidth * kLatent, kLatent, kWidth};
+  }
+  static K3_INLINE Weights down(const Call& call, int e, bf16*) {
+    return {call.w2 + int64_t(e) * kLatent * kWidth, kWidth};
+  }
 };
 
 struct Mxfp4Experts {
   static K3_INLINE Mxfp4 gate_up(const Call& call, int e, bf16* tiles) {
     const int64_t rows = int64_t(e) * 2 * kWidth;
-    return {call.w13_packed + rows * (kLatent / 2), call.w13_scale + rows * (kLatent / kScaleBlock), kLatent, kWidth, tiles};
+    const uint8_t* scale = call.w13_scale + rows * (kLatent / kScaleBlock);
+    return {call.w13_packed + rows * (kLatent / 2), scale, kLatent, kWidth, tiles};
   }
   static K3_INLINE Mxfp4 down(const Call& call, int e, bf16* tiles) {
     const int64_t rows = int64_t(e) * kLatent;
-    return {call.w2_packed + rows * (kWidth / 2), call.w2_scale + rows * (kWidth / kScaleBlock), kWidth, 0, tiles};
+    const uint8_t* scale = call.w2_scale + rows * (kWidth / kScaleBlock);
+    return {call.w2_packed + rows * (kWidth / 2), scale, kWidth, 0, tiles};
   }
 };
 
 // E_e of up to 64 pairs, each into its row of `pairs`.
 template <class Form, class Experts>
-void expert(const Call& call, int e, const int16_t* pair, int count, const bf16* latent, float (*pairs)[kLatent], Scratch::Own& own) {
+void expert(const Call& call, int e, const int16_t* pair, int count, const bf16* latent, float (*pairs)[kLatent],
+            Scratch::Own& own) {
   for (int p = 0; p < panels_of(count); ++p)
-    Form::gather(own.z + p * kTile * kLatent, kLatent, count - p * kTile < kTile ? count - p * kTile : kTile,
+    Form::gather(own.z + p * kTile * kLatent, kLatent, in_panel(count, p),
                  [&](int i) { return latent + int64_t(pair[p * kTile + i] / kTopK) * kLatent; });
   for_tiles<2, Form>(Experts::gate_up(call, e, own.tiles), {0, 2 * kWidth / kTile}, call.walk, kLatent, own.z, count,
                      [&](int64_t t, int p, const Tile* c, int valid) {
-                       store_situ<Form>(c[0], c[1], call.situ, own.h + p * kTile * kWidth, kWidth, t / 2 * kTile, valid);
+                       bf16* h = own.h + p * kTile * kWidth;
+                       store_situ<Form>(c[0], c[1], call.situ, h, kWidth, t / 2 * kTile, valid);
                      });
   for_tiles<1, Form>(Experts::down(call, e, own.tiles), {0, kLatent / kTile}, call.walk, kWidth, own.h, count,
                      [&](int64_t t, int p, const Tile* c, int valid) {
@@ -153,8 +161,8 @@ K3_NOINLINE void routed(const Call& call, int64_t m0, int tokens, const Team& te
     if (routing.worker[e] != team.worker) continue;
     for (int i = routing.begin[e]; i < routing.begin[e + 1]; i += kMaxTokens) {
       const int left = routing.begin[e + 1] - i;
-      expert<Form, Experts>(call, e, routing.pair + i, left < kMaxTokens ? left : kMaxTokens, call.latent + m0 * kLatent, s.pairs,
-                            s.own[team.worker]);
+      const int count = left < kMaxTokens ? left : kMaxTokens;
+      expert<Form, Experts>(call, e, routing.pair + i, count, call.latent + m0 * kLatent, s.pairs, s.own[team.worker]);
     }
   }
 }
@@ -162,14 +170,15 @@ K3_NOINLINE void routed(const Call& call, int64_t m0, int tokens, const Team& te
 // Phase 2: hidden activations of the shared expert; normed sums of the routed ones.
 template <class Form>
 K3_NOINLINE void hidden(const Call& call, int64_t m0, int tokens, const bf16* x, const Team& team, Scratch& s) {
-  for_tiles<2, Form>(GateUp{call.shared_gate_up, kHidden, kShared}, team.share(2 * kShared / kTile, 2), call.walk, kHidden, x, tokens,
+  const GateUp gate_up{call.shared_gate_up, kHidden, kShared};
+  for_tiles<2, Form>(gate_up, team.share(2 * kShared / kTile, 2), call.walk, kHidden, x, tokens,
                      [&](int64_t t, int p, const Tile* c, int valid) {
-                       store_situ<Form>(c[0], c[1], call.situ, s.shared + p * kTile * kShared, kShared, t / 2 * kTile, valid);
+                       bf16* h = s.shared + p * kTile * kShared;
+                       store_situ<Form>(c[0], c[1], call.situ, h, kShared, t / 2 * kTile, valid);
                      });
-  for (int p = team.worker; p < panels_of(tokens); p += team.workers) {
-    const int left = tokens - p * kTile;
-    combine_panel<Form>(call, m0 + p * kTile, left < kTile ? left : kTile, s.pairs + p * kTile * kTopK, s.normed + p * kTile * kLatent);
-  }
+  for (int p = team.worker; p < panels_of(tokens); p += team.workers)
+    combine_panel<Form>(call, m0 + p * kTile, in_panel(tokens, p), s.pairs + p * kTile * kTopK,
+                        s.normed + p * kTile * kLatent);
 }
 
 // Phase 3: both products back to the hidden size, rounded each, and their sum.
@@ -181,7 +190,8 @@ K3_NOINLINE void output(const Call& call, int64_t m0, int tokens, const Team& te
   for_tiles<1, Form>(Weights{call.shared_down, kShared}, mine, call.walk, kShared, s.shared, tokens,
                      [&](int64_t t, int p, const Tile* c, int valid) {
                        Tile y;
-                       Form::combine(y, s.up[t][p], *c, valid, [](vf up, vf shared) { return k3::round_bf16(up) + k3::round_bf16(shared); });
+                       Form::combine(y, s.up[t][p], *c, valid,
+                                     [](vf up, vf shared) { return k3::round_bf16(up) + k3::round_bf16(shared); });
                        Form::store_bf16(y, call.out + (m0 + p * kTile) * kHidden + t * kTile, kHidden, valid);
                      });
 }
@@ -197,7 +207,7 @@ void block(const Call& call, int64_t m0, int tokens, const Team& team, Scratch& 
 }
 
 template <class Form, class Experts>
-void run(const Call& call, const K3Context* ctx, int32_t threads) {
+K3_NOINLINE void run(const Call& call, const K3Context* ctx, int32_t threads) {
   Scratch& scratch = *static_cast<Scratch*>(ctx->scratch);
   k3::parallel(ctx, threads < kMaxWorkers ? threads : kMaxWorkers, [&](int32_t worker, int32_t workers) {
     const MatrixUnit unit;
@@ -207,6 +217,12 @@ void run(const Call& call, const K3Context* ctx, int32_t threads) {
       block<Form, Experts>(call, m0, int(call.m - m0 < kMaxTokens ? call.m - m0 : kMaxTokens), team, scratch);
     }
   });
+}
+
+template <class Experts>
+void run_as(const Call& call, const K3Context* ctx, const Tunables& tunables) {
+  if (tunables.packed) return run<Panels, Experts>(call, ctx, tunables.threads);
+  run<Rows, Experts>(call, ctx, tunables.threads);
 }
 
 }  // namespace
@@ -219,15 +235,16 @@ K3_EXPORT(moe_experts) {
   call.latent = k3::bind<const bf16>(in, {call.m, kLatent}, "latent must be [M, latent]");
   call.topk_ids = k3::bind<const int32_t>(in, {call.m, kTopK}, "topk_ids must be [M, top_k]");
   call.topk_weights = k3::bind<const float>(in, {call.m, kTopK}, "topk_weights must be [M, top_k]");
-  call.w13 = k3::bind<const bf16>(in, {kExperts, 2 * kWidth, kLatent}, "w13 must be [experts, 2 * expert_width, latent]");
-  call.w2 = k3::bind<const bf16>(in, {kExperts, kLatent, kWidth}, "w2 must be [experts, latent, expert_width]");
-  call.w13_packed = k3::bind<const uint8_t>(in, {kExperts, 2 * kWidth, kLatent / 2}, "w13_packed must be [experts, 2 * expert_width, latent / 2]");
-  call.w13_scale = k3::bind<const uint8_t>(in, {kExperts, 2 * kWidth, kLatent / 32}, "w13_scale must be [experts, 2 * expert_width, latent / 32]");
-  call.w2_packed = k3::bind<const uint8_t>(in, {kExperts, kLatent, kWidth / 2}, "w2_packed must be [experts, latent, expert_width / 2]");
-  call.w2_scale = k3::bind<const uint8_t>(in, {kExperts, kLatent, kWidth / 32}, "w2_scale must be [experts, latent, expert_width / 32]");
+  const char* kExpertShape = "an expert weight has another shape than the interface's for this geometry";
+  call.w13 = k3::bind<const bf16>(in, {kExperts, 2 * kWidth, kLatent}, kExpertShape);
+  call.w2 = k3::bind<const bf16>(in, {kExperts, kLatent, kWidth}, kExpertShape);
+  call.w13_packed = k3::bind<const uint8_t>(in, {kExperts, 2 * kWidth, kLatent / 2}, kExpertShape);
+  call.w13_scale = k3::bind<const uint8_t>(in, {kExperts, 2 * kWidth, kLatent / kScaleBlock}, kExpertShape);
+  call.w2_packed = k3::bind<const uint8_t>(in, {kExperts, kLatent, kWidth / 2}, kExpertShape);
+  call.w2_scale = k3::bind<const uint8_t>(in, {kExperts, kLatent, kWidth / kScaleBlock}, kExpertShape);
   call.latent_norm = k3::bind<const bf16>(in, {kLatent}, "latent_norm must be [latent]");
   call.w_up = k3::bind<const bf16>(in, {kHidden, kLatent}, "w_up must be [hidden, latent]");
-  call.shared_gate_up = k3::bind<const bf16>(in, {2 * kShared, kHidden}, "shared_gate_up must be [2 * shared_width, hidden]");
+  call.shared_gate_up = k3::bind<const bf16>(in, {2 * kShared, kHidden}, "shared_gate_up must be [2 shared, hidden]");
   call.shared_down = k3::bind<const bf16>(in, {kHidden, kShared}, "shared_down must be [hidden, shared_width]");
   call.out = k3::bind<bf16>(in, {call.m, kHidden}, "out must be [M, hidden]");
   const bool mxfp4 = in.integer() != 0;
@@ -236,13 +253,10 @@ K3_EXPORT(moe_experts) {
   call.situ.linear_beta = in.real();
   const Tunables tunables(in);
   call.walk = tunables.walk;
-  const bool complete = mxfp4 ? call.w13_packed && call.w13_scale && call.w2_packed && call.w2_scale : call.w13 && call.w2;
-  if (!complete) in.fail("the expert weights of this expert_format are absent");
+  const bool bf16_there = call.w13 && call.w2;
+  const bool mxfp4_there = call.w13_packed && call.w13_scale && call.w2_packed && call.w2_scale;
+  if (mxfp4 ? !mxfp4_there : !bf16_there) in.fail("the expert weights of this expert_format are absent");
   if (in.finish()) return -1;
-  if (mxfp4) {
-    tunables.packed ? run<Panels, Mxfp4Experts>(call, ctx, tunables.threads) : run<Rows, Mxfp4Experts>(call, ctx, tunables.threads);
-  } else {
-    tunables.packed ? run<Panels, Bf16Experts>(call, ctx, tunables.threads) : run<Rows, Bf16Experts>(call, ctx, tunables.threads);
-  }
+  mxfp4 ? run_as<Mxfp4Experts>(call, ctx, tunables) : run_as<Bf16Experts>(call, ctx, tunables);
   return 0;
 }

@@ -1,9 +1,9 @@
 // Attention output projection with the rank sum and the prefix update behind it, one pass, nothing stored in between.
 //
 // partial_r = bf16(x_r w_r^T); y = bf16(sum over r of partial_r, fp32, in rank order); prefix = y, or bf16(prefix + y).
-// Shapes: x bf16 [ranks, M, KL] activation, w bf16 [ranks, D, KL] constant, prefix bf16 [M, D] state; D = hidden, KL a multiple
-// of 32 (whole heads). Policy: the D columns of the prefix are split over the workers; a column block is finished by the
-// worker that owns it, so the update needs no reduction and no order between workers.
+// Shapes: x bf16 [ranks, M, KL] activation, w bf16 [ranks, D, KL] constant, prefix bf16 [M, D] state; D = hidden, KL a
+// multiple of 32 (whole heads). Policy: the D columns of the prefix are split over the workers; a column block is
+// finished by the worker that owns it, so the update needs no reduction and no order between workers.
 #include "common/bind.h"
 #include "common/gemm.h"
 
@@ -76,13 +76,14 @@ K3_EXPORT(oproj_allreduce) {
   call.ranks = x_shape[0];
   call.m = x_shape[1];
   call.kl = x_shape[2];
-  call.w = k3::bind<const bf16>(in, {call.ranks, kHidden, call.kl}, "w must be [ranks, hidden, KL] for x [ranks, M, KL]");
+  call.w = k3::bind<const bf16>(in, {call.ranks, kHidden, call.kl}, "w must be [ranks, hidden, KL] as x is");
   call.prefix = k3::bind<bf16>(in, {call.m, kHidden}, "prefix must be [M, hidden]");
   call.restart = in.integer() != 0;
   const Tunables tunables(in);
   call.walk = tunables.walk;
   if (call.kl % 32) in.fail("KL must be a multiple of 32");
-  if (kSumBytes + acts_elems(kMaxTokens, call.kl) * int64_t(sizeof(bf16)) > K3_SCRATCH_BYTES) in.fail("KL exceeds the scratch memory");
+  const int64_t packed_bytes = acts_elems(kMaxTokens, call.kl) * int64_t(sizeof(bf16));
+  if (kSumBytes + packed_bytes > K3_SCRATCH_BYTES) in.fail("KL exceeds the scratch memory");
   if (in.finish()) return -1;
   Tile* sums = static_cast<Tile*>(ctx->scratch);
   bf16* packed = reinterpret_cast<bf16*>(static_cast<char*>(ctx->scratch) + kSumBytes);

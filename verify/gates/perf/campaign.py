@@ -17,10 +17,11 @@ from harness.store import EvidenceSink
 from verify.gates.perf.compare import Left, against_best, against_standard
 from verify.gates.perf.sampler import ArmFault, Block, Leg, Sampler
 from verify.protocol.lines import last_attempt, of_kind
-from verify.protocol.perf import State, state
+from verify.protocol.perf import state
+from verify.protocol.perf_data import blocks_of
 from verify.protocol.perf_plan import MIN_LEG_NS, SWEEPS, CellPlan, Plan, Stage, block_order, leg_order, seed_digest
 
-__all__ = ["LegTooShort", "run_campaign"]
+__all__ = ["LegTooShort", "measure_stage", "run_campaign"]
 
 TARGET_LEG_NS = 1.25 * MIN_LEG_NS
 """Duration that calibration aims at: room for a machine that speeds up."""
@@ -48,6 +49,7 @@ def run_campaign(
     progress: Progress,
     *,
     draw_seed: Callable[[], str] = lambda: secrets.token_hex(16),
+    before_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Measure until `state` says that nothing is left, then write the end line.
 
@@ -57,21 +59,35 @@ def run_campaign(
         evidence: receives lines of `raw/perf.jsonl`.
         progress: one message per block.
         draw_seed: secret of a block, drawn right before it.
+        before_end: called when nothing is left to measure; may append lines.
     """
-    calls: dict[str, _Calls] = {}
-    for line in evidence.lines("perf"):
-        if line["kind"] == "block":
-            calls |= {cell["key"]: _Calls(cell["calls"], cell["standard_calls"]) for cell in line["cells"]}
+    calls = _known_calls(evidence)
     while (now := state(evidence.lines("perf"))).stage is not None:
         progress(f"perf: stage {now.stage.name}, block {now.block + 1} of {now.stage.blocks}")
         _run_block(plan, now.stage, now.block, sampler, evidence, draw_seed(), calls)
-    _end(evidence, now)
-
-
-def _end(evidence: EvidenceSink, now: State) -> None:
     attempt = last_attempt(evidence.lines("perf"))
     if attempt is not None and not of_kind(attempt[1], "end"):
+        before_end()
         evidence.append("perf", {"kind": "end", "why": now.why})
+
+
+def measure_stage(plan: Plan, stage: Stage, sampler: Sampler, evidence: EvidenceSink, progress: Progress) -> None:
+    """Measure all missing blocks of a stage whatever they say, until an arm fails: for A/A records, not verdicts."""
+    calls = _known_calls(evidence)
+    done = len(blocks_of(evidence.lines("perf"), stage))
+    for number in range(done, stage.blocks):
+        progress(f"perf: block {number + 1} of {stage.blocks}")
+        _run_block(plan, stage, number, sampler, evidence, secrets.token_hex(16), calls)
+        if of_kind(evidence.lines("perf"), "fault"):
+            return
+
+
+def _known_calls(evidence: EvidenceSink) -> dict[str, _Calls]:
+    """Cell -> calls per leg in the latest block."""
+    calls: dict[str, _Calls] = {}
+    for line in of_kind(evidence.lines("perf"), "block"):
+        calls |= {cell["key"]: _Calls(cell["calls"], cell["standard_calls"]) for cell in line["cells"]}
+    return calls
 
 
 def _run_block(

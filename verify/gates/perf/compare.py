@@ -6,6 +6,7 @@ work, not how precise it was: the kernels gate does that on the same artifacts. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ Array = npt.NDArray[Any]
 
 BROKEN_SLACK = 3
 """Rows that may be off by more than their own size: in a short chain one near-tie is already some per cent."""
+MIN_ROWS = 64
+"""Rows from which on their median and mean are compared; of a few rows, near-ties can move both far."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ def against_standard(left: Left, standard: Left) -> dict[str, float]:
     Returns:
         `nonfinite`: elements that are not finite where the standard's are; `output_broken`: share of rows whose
         relative l2 distance is above 1, not counting `BROKEN_SLACK` of them; `output_median`: median of that distance;
-        `output_mean`: sum |a - b| / sum |b| (each the worst of the output tensors); `choice_rows`, only where ids are
-        chosen: share of rows whose chosen sets differ.
+        `output_mean`: sum |a - b| / sum |b| (each the worst of the output tensors; the last two only over `MIN_ROWS`
+        rows or more); `choice_rows`, only where ids are chosen: share of rows whose chosen sets differ.
     """
     return _outputs(left.outputs, standard.outputs, "output")
 
@@ -64,7 +67,7 @@ def _outputs(ours: Mapping[str, Array], others: Mapping[str, Array], prefix: str
     if set(ours) != set(others):
         raise ValueError(f"legs hold {sorted(ours)} and {sorted(others)}; expected the same tensors")
     broken, median, mean = f"{prefix}_broken", f"{prefix}_median", f"{prefix}_mean"
-    found: dict[str, float] = {"nonfinite": 0.0, broken: 0.0, median: 0.0, mean: 0.0}
+    found: dict[str, float] = {"nonfinite": 0.0, broken: 0.0}
     for name in others:
         common = min(len(ours[name]), len(others[name]))
         got, want = ours[name][:common], others[name][:common]
@@ -73,13 +76,16 @@ def _outputs(ours: Mapping[str, Array], others: Mapping[str, Array], prefix: str
             found["choice_rows"] = max(found.get("choice_rows", 0.0), float(differs.mean()))
             continue
         found["nonfinite"] += float((np.isfinite(want) & ~np.isfinite(got)).sum())
+        enough = math.prod(want.shape[:-1]) >= MIN_ROWS
         # Weights of chosen ids are in the order of the choice, so a near-tie moves whole rows: the mean must do.
         if name != "topk_weights":
             rows = _rows(got, want)
             off = int((~(rows <= 1.0)).sum())
             found[broken] = max(found[broken], max(0, off - BROKEN_SLACK) / rows.size)
-            found[median] = max(found[median], _number(np.median(rows)))
-        found[mean] = max(found[mean], _mean(got, want))
+            if enough:
+                found[median] = max(found.get(median, 0.0), _number(np.median(rows)))
+        if enough:
+            found[mean] = max(found.get(mean, 0.0), _mean(got, want))
     return found
 
 

@@ -33,6 +33,7 @@ __all__ = ["OpCell"]
 _OUTPUT_BYTES = 16 << 20
 """Outputs of all windows of a chain together; a longer chain repeats its windows."""
 _MAX_WINDOWS = 256
+_BANK_TRIES = 64
 _PAGE = 64
 
 
@@ -72,7 +73,7 @@ class OpCell:
         worker: Worker,
         calls: int,
         guard: contextlib.AbstractContextManager[None],
-        compile_mode: str | None = None,
+        options: Mapping[str, str],
     ) -> str | None:
         """Write the banks into the arm's buffer and bind the chain; says why no planner would launch it, else None.
 
@@ -81,7 +82,7 @@ class OpCell:
             worker: its process; the buffer is empty.
             calls: length of the chain.
             guard: turns a worker's failure into the arm's fault.
-            compile_mode: of torch.compile, for a standard arm that uses it.
+            options: of torch.compile, for a standard arm that uses it.
         """
         windows, self._repeats[arm] = self._series(calls)
         views: dict[str, View] = {}
@@ -108,7 +109,7 @@ class OpCell:
                 windows=windows,
                 shift=self._shift,
                 repeats=self._repeats[arm],
-                compile_mode=compile_mode,
+                **options,
             )
         refused: str | None = answer["refused"]
         return refused
@@ -167,11 +168,20 @@ class OpCell:
         return shift
 
     def _draw_banks(self) -> dict[str, Tensor]:
-        """One activation tensor each, with rows enough for the longest chain."""
+        """One activation tensor each, with rows enough for the longest chain.
+
+        They come from a larger case of the op, and sizes and attributes of a case are random: cases are drawn until one
+        has the same optional tensors and the same widths.
+        """
         banked = [t for t in self._spec.tensors if t.role == "activation" and "M" in t.dims]
         requests = -(-(self._rows + (_MAX_WINDOWS - 1) * self._shift) // self._tokens)
-        drawn = make(replace(self._case, batch=requests), f"{self._seed}/bank").tensors
-        return {t.name: tensor for t in banked if (tensor := drawn[t.name]) is not None}
+        wanted = {t.name: _row_shape(t, self._tensors[t.name]) for t in banked}
+        for attempt in range(_BANK_TRIES):
+            case = replace(self._case, batch=requests, seed=f"{self._case.seed}/{attempt}")
+            drawn = make(case, f"{self._seed}/bank").tensors
+            if {t.name: _row_shape(t, drawn[t.name]) for t in banked} == wanted:
+                return {t.name: tensor for t in banked if (tensor := drawn[t.name]) is not None}
+        raise RuntimeError(f"{self._case.id}: no larger case with rows {wanted} in {_BANK_TRIES} draws")
 
     def _input(self, spec: TensorSpec, at: int, rows: int) -> Tensor | None:
         """A tensor of the call; of a bank, rows at .. at + rows - 1."""
@@ -190,6 +200,14 @@ class OpCell:
         self._tensors["kv_cache"] = torch.from_numpy(cache.view(np.int16)).view(torch.bfloat16)
         self._tensors["block_table"] = torch.from_numpy(table.astype(np.int32))
         self._tensors["seq_lens"] = torch.full((self._batch,), length, dtype=torch.int32)
+
+
+def _row_shape(spec: TensorSpec, tensor: Tensor | None) -> tuple[int, ...] | None:
+    """Shape without the dimension of the rows; None for an absent tensor."""
+    if tensor is None:
+        return None
+    axis = spec.dims.index("M")
+    return (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
 
 
 def _nbytes(dtype: str, shape: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""From target, tier, task and arms to the plan: which cells, which claims, which floors, which error budget."""
+"""From target, tier, task and arms to the plan: which cells, which claims, which traffic, which error budget."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 from harness.records import Cell
 from k3_backend.aot.manifest import Artifact
 from k3_backend.geometry import Geometry, geometry
-from verify.bench.traffic import cell_floor
+from verify.bench.traffic import cell_traffic
 from verify.context import Arms, GateContext
 from verify.gates.common import command_for
-from verify.protocol.floors import Ceilings
 from verify.protocol.perf_plan import CellPlan, Claim, Plan, plan_stages
 
 __all__ = ["MAX_OP_CELLS", "changed_ops", "make_plan", "op_cells"]
@@ -24,7 +23,7 @@ _CONTEXT_OPS = ("mla_decode",)
 """Ops whose cost depends on the cached context."""
 
 
-def make_plan(ctx: GateContext, arms: Arms, ceilings: Ceilings) -> Plan:
+def make_plan(ctx: GateContext, arms: Arms) -> Plan:
     """The plan of a verification.
 
     With a task, its cells must be faster than the current best; the target's step cells must be faster than the
@@ -50,7 +49,7 @@ def make_plan(ctx: GateContext, arms: Arms, ceilings: Ceilings) -> Plan:
         alpha_per_run=ctx.target.perf.alpha_per_run,
         candidates=ctx.candidates_tried,
         stages=plan_stages(ctx.tier.perf_blocks, ctx.target.perf.alpha_per_run, ctx.candidates_tried),
-        cells=tuple(_cell(cell, cell.key in task, shape, ceilings) for cell in wanted.values()),
+        cells=tuple(_cell(cell, cell.key in task, shape) for cell in wanted.values()),
         gain_cells=() if task else tuple(wanted),
         command=command_for("perf", ctx),
     )
@@ -80,13 +79,11 @@ def op_cells(ops: Sequence[str], batches: Sequence[int], context: int) -> Iterab
             yield Cell(scope=op, batch=batch, context=context if op in _CONTEXT_OPS else None)
 
 
-def _cell(cell: Cell, in_task: bool, g: Geometry, ceilings: Ceilings) -> CellPlan:
+def _cell(cell: Cell, in_task: bool, g: Geometry) -> CellPlan:
     claims = [Claim("best", "faster" if in_task else "not_slower")]
     if cell.scope == "step":
         claims.insert(0, Claim("standard", "faster"))
-    found = cell_floor(cell, g, ceilings)
-    note = f"{found.ns / 1e3:.2f} µs ({found.resource})"
-    return CellPlan(cell.key, cell.model_dump(mode="json"), tuple(claims), found.ns, note)
+    return CellPlan(cell.key, cell.model_dump(mode="json"), tuple(claims), cell_traffic(cell, g))
 
 
 def _identity(artifacts: Mapping[str, Artifact], schedules: Path, g: Geometry) -> dict[str, Any]:

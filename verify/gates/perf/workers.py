@@ -45,7 +45,7 @@ class WorkerSampler:
         run_dir: for logs.
         threads: per arm.
         compiled: standard arms that go through torch.compile, by mode; the gate has none.
-        scratch: folder that such arms may write.
+        scratch: folder that such arms may write; needed if there are any.
     """
 
     def __init__(
@@ -63,8 +63,11 @@ class WorkerSampler:
         self._geometry = geometry
         self._where: dict[str, Path] = {"base_tree": base_tree, "run_dir": run_dir}
         self._threads = threads
-        self._compiled = dict(compiled or {})
         self._scratch = scratch
+        self._compiled = {
+            arm: {"compile_mode": mode, "cache": str((scratch or Path()) / "inductor")}
+            for arm, mode in (compiled or {}).items()
+        }
 
     @contextlib.contextmanager
     def block(self, arms: Sequence[str], seed: str, cells: Sequence[CellPlan]) -> Iterator[WorkerBlock]:
@@ -92,7 +95,7 @@ class WorkerBlock:
         geometry: Geometry,
         seed: str,
         cells: Sequence[CellPlan],
-        compiled: Mapping[str, str],
+        compiled: Mapping[str, Mapping[str, str]],
     ) -> None:
         self._workers = workers
         self._compiled = compiled
@@ -116,7 +119,7 @@ class WorkerBlock:
         worker = self._workers[arm]
         worker.buffer.reset()
         if not cell.is_step:
-            refused = self._op(cell).place(arm, worker, calls, self._guard(arm), self._compiled.get(arm))
+            refused = self._op(cell).place(arm, worker, calls, self._guard(arm), self._compiled.get(arm, {}))
             if refused is not None:
                 raise ArmFault(arm, "error", f"{cell.key}: {refused}")
             return
@@ -173,14 +176,14 @@ class WorkerBlock:
         return self._clock.share()
 
     def _open(self, arm: str, sizes: Mapping[str, int]) -> None:
-        mode = self._compiled.get(arm)
+        options = self._compiled.get(arm, {})
         self._call(
             arm,
             "step.open",
             timeout_s=START_S,
             geometry=self._geometry.name,
             seed=self._seed,
-            compile_mode=mode,
+            **options,
             **sizes,
         )
 

@@ -28,9 +28,9 @@ PROTOCOL_ID = "features/1"
 FACTOR = 3.0
 """Times the standard arm's own difference between the same two modes."""
 
-FLOOR_NATS = 0.15
+FLOOR_NATS = 0.3
 """Smallest tolerance: modes may happen to agree bit for bit in the standard arm only, and one tipped expert choice
-moves a request of twelve tokens by a twentieth of a nat or two. A wrong state or row moves it by a nat."""
+moves a request of six or twelve tokens by up to a quarter of a nat. A wrong state or row moves it by a nat."""
 
 MIN_P = 1e-4
 """False failures of the sampling test: one honest candidate in ten thousand."""

@@ -9,6 +9,17 @@ from typing import Any
 from harness.records import Cell, GateName
 from harness.settings import Settings
 from verify.protocol import evals, features, perf_checks, perf_plan
+from verify.protocol.floors import Ceilings, Traffic
+
+CEILINGS = Ceilings(
+    threads=2,
+    read=((1 << 20, 100.0),),
+    write=((1 << 20, 50.0),),
+    copy=((1 << 20, 80.0),),
+    fma_gflops=100.0,
+    bf16_gflops=1000.0,
+    bf16_unit="amx",
+)
 
 Lines = list[dict[str, Any]]
 SCHEDULE = "k3_backend/schedules/cpu/k3-nano/kda_decode.toml"
@@ -210,14 +221,14 @@ def perf_lines(
         stages=perf_plan.plan_stages(limits.perf_blocks, target.perf.alpha_per_run, 20),
         cells=tuple(
             perf_plan.CellPlan(
-                cell.key, cell.model_dump(mode="json"), claims.get(cell.key, (not_slower,)), 1000.0, "reading weights"
+                cell.key, cell.model_dump(mode="json"), claims.get(cell.key, (not_slower,)), Traffic(1e4, 1e3, 1e5)
             )
             for cell in cells
         ),
         gain_cells=tuple(cell.key for cell in cells),
     )  # fmt: skip
     draw = random.Random(1)
-    lines: Lines = [plan.header()]
+    lines: Lines = [plan.header(), {"kind": "ceilings", "ceilings": CEILINGS.record()}]
     for stage in plan.stages:
         for number in range(stage.blocks):
             seed = f"{stage.name}-{number}"

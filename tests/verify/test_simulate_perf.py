@@ -27,6 +27,12 @@ from verify.protocol.simulate import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
+needs_noise = pytest.mark.skipif(
+    not (NOISE_DIR / "cpu.json").is_file(),
+    reason="no noise measured yet: python -m verify.bench.noise --out verify/protocol/noise/cpu.json",
+)
+
+
 def small_noise(spread: float = 0.01, cells: int = 3, blocks: int = 12) -> Noise:
     rng = np.random.default_rng(7)
     equal = rng.normal(0, spread, (blocks, cells, 3, 2, 2))
@@ -46,7 +52,7 @@ def test_simulated_records_are_complete_and_clear_gains_pass() -> None:
     assert decision.outcome == "passed", decision.findings
     slow = made.decide(made.everywhere(Scenario({1: -0.3}, 0.5)))
     assert slow.outcome == "failed"
-    assert {finding.where for finding in slow.findings} == {"step/b1"}
+    assert {finding.where.partition("#")[0] for finding in slow.findings} == {"step/b1"}
 
 
 def test_the_same_speed_passes_about_as_often_as_the_level_says() -> None:
@@ -85,6 +91,7 @@ def test_rates_have_exact_intervals() -> None:
     assert Rate(5, 100).low < 0.05 < Rate(5, 100).high
 
 
+@needs_noise
 def test_the_table_is_printed_for_the_stored_noise(capsys: pytest.CaptureFixture[str]) -> None:
     """The command in the documentation does not run."""
     assert main(["table", "--trials", "2", "--blocks", "4"]) == 0
@@ -94,6 +101,7 @@ def test_the_table_is_printed_for_the_stored_noise(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
+@needs_noise
 def test_error_rates_of_the_full_tier_with_measured_noise() -> None:
     """The decision accepts an equal cell too often, or real gains too rarely, at the full tier's number of blocks.
 

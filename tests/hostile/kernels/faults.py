@@ -73,7 +73,7 @@ FAULTS = (
         "batch-1",
         "is right only for batch 1: every request gets the first one's projection",
         _REQUEST,
-        "Call first = c; first.proj = c.proj - b * c.tokens * kColumns; request(first, b);",
+        "{ Call first = c; first.proj = c.proj - b * c.tokens * kColumns; request(first, b); }",
         "kernels.mismatch",
     ),
     Fault(
@@ -225,4 +225,5 @@ def _with_includes(faults: Iterable[Fault]) -> str:
 def _replaced(text: str, old: str, new: str) -> str:
     if text.count(old) != 1:
         raise ValueError(f"{text.count(old)} places of {old!r} in the plain kernel; expected one")
-    return text.replace(old, new)
+    # A line for each statement: the scope gate refuses lines that nobody can review.
+    return text.replace(old, new.replace("; ", ";\n"))

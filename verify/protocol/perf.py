@@ -48,7 +48,7 @@ __all__ = [
 
 FUTILITY_BLOCKS = 2
 """After this many blocks of the first stage the gate asks once whether going on is worth it."""
-FUTILITY_LOSS = 0.03
+FUTILITY_LOSS = 0.05
 """Log loss beyond what a claim allows that, seen in both of these blocks in one cell, ends the measurement."""
 _DISPLAY_ALPHA = 0.025
 """Per side, for the intervals of metrics and report; decisions use the stages' levels."""

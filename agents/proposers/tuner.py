@@ -132,14 +132,20 @@ class Tuner:
         return seconds[0], [(name, point, s) for (name, point), s in zip(changes, seconds[1:], strict=True)]
 
     def _descend(self, rows: int, start: Point) -> tuple[Point, float]:
-        """Repeat the best one-tunable change while it gains MIN_GAIN; the point and its ratio over the start."""
+        """Repeat the best one-tunable change while it gains MIN_GAIN; the point and its ratio over the start.
+
+        No point is visited twice: two noisy sweeps may each call the other's centre the faster one.
+        """
         point, ratio = start, 1.0
+        visited = [dict(start)]
         while True:
             here, timed = self._sweep(rows, point)
-            _, best, seconds = min(timed, key=lambda entry: entry[2], default=("", point, here))
+            fresh = [(changed, seconds) for _, changed, seconds in timed if dict(changed) not in visited]
+            best, seconds = min(fresh, key=lambda entry: entry[1], default=(point, here))
             if here / seconds < MIN_GAIN:
                 return point, ratio
             point, ratio = best, ratio * here / seconds
+            visited.append(dict(point))
 
     # --- writing ---------------------------------------------------------------------------------------------------
 

@@ -104,6 +104,16 @@ def test_joint_descent_finds_the_optimum_at_each_batch(tuner: Tuner) -> None:
     assert tuner.tuned_for(64) == {"threads": 2, "prefetch": 4, "v_block": 8}
 
 
+def test_descent_ends_when_every_sweep_calls_another_point_faster() -> None:
+    """Contradicting noise must not send the descent round in circles for ever."""
+
+    def contradicting(rows: int, points: Sequence[Mapping[str, int]]) -> list[float]:
+        return [2.0] + [1.0] * (len(points) - 1)
+
+    tuner = Tuner("kda_decode", geometry="k3-nano", path=PATH, space=SPACE, cells=CELLS, timer=contradicting)
+    assert set(tuner.tuned_for(1)) == {"threads", "prefetch", "v_block"}
+
+
 def test_uniform_schedule_keeps_buckets(start: Schedule) -> None:
     """The baseline must refuse exactly where the committed schedule does."""
     point = {"threads": 2, "prefetch": 4, "v_block": 16}

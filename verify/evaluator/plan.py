@@ -21,6 +21,8 @@ MAX_BATCH = 64
 SMALL_TIER_DRAWS = 4
 """Tiers with fewer draws per class than this stay within `SMALL_TIER_ROWS` rows, to end within a minute."""
 SMALL_TIER_ROWS = 64
+SMALL_TIER_FREE_ROWS = 16
+"""Largest rows there of cases whose size is free: the declared sizes are covered, the classes need no size."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def draw_plan(
         every T, on both sides of every bucket edge, and at two batches that nobody declared.
     """
     chooser = random.SystemRandom()
-    limit = SMALL_TIER_ROWS if draws < SMALL_TIER_DRAWS else MAX_BATCH * max(tokens)
+    small = draws < SMALL_TIER_DRAWS
+    limit = SMALL_TIER_ROWS if small else MAX_BATCH * max(tokens)
     plan: list[Planned] = []
     for op in ops:
         points = _points(chooser, batches, tokens, edges.get(op, ()), limit)
@@ -74,7 +77,11 @@ def draw_plan(
         wanted = [kind for kind in kinds(op) for _ in range(draws)]
         chooser.shuffle(wanted)
         for at in range(max(len(points), len(wanted))):
-            batch, count = points[at] if at < len(points) else _any_point(chooser, tokens, limit)
+            batch, count = (
+                points[at]
+                if at < len(points)
+                else _any_point(chooser, tokens, SMALL_TIER_FREE_ROWS if small else limit)
+            )
             kind = wanted[at] if at < len(wanted) else chooser.choice(kinds(op))
             case = Case(op, kind, batch, count, chooser.choice((1, 2, 2)), secrets.token_hex(16), geometry)
             plan.append(Planned(case, contended=chooser.random() < 1 / 3))

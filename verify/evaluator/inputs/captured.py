@@ -26,7 +26,10 @@ __all__ = ["captured"]
 
 _PAGE = 16
 _STEPS = 6
-"""Decode steps before the captured one."""
+"""Decode steps before the captured one, in cases of up to `_SMALL_ROWS` rows."""
+_FEW_STEPS = 2
+"""The same in larger cases, whose steps cost more."""
+_SMALL_ROWS = 16
 _MODELS = 3
 """Different seeded models in use; which one is part of the case's seed."""
 
@@ -43,7 +46,8 @@ def captured(d: Draw) -> Inputs:
     program = decode_program(g, tokens)
     candidates = [site for site in program if site.op == d.case.op]
     wanted = candidates[d.fixed.integer(0, len(candidates) - 1)]
-    pages = -(-(_STEPS + 1) * tokens // _PAGE)
+    steps = _STEPS if d.case.rows <= _SMALL_ROWS else _FEW_STEPS
+    pages = -(-(steps + 1) * tokens // _PAGE)
     state = DecodeState.allocate(
         g, slots=1 + batch * tokens + 2, pages=1 + batch * pages + 2, page_size=_PAGE, taps=tokens + 2
     )
@@ -51,10 +55,10 @@ def captured(d: Draw) -> Inputs:
     table = (d.permutation(state.pages - 1) + 1)[: batch * pages].reshape(batch, pages).to(torch.int32)
     kept = torch.zeros(batch, dtype=torch.int64)
     accepted = torch.ones(batch, dtype=torch.int64)
-    for step in range(_STEPS + 1):
+    for step in range(steps + 1):
         fields = _fields(kept, accepted, slots, table, tokens)
         ids = d.integers(0, g.vocab - 1, (batch * tokens,))
-        taken = _run(weights, state, fields, ids, program, wanted=wanted if step == _STEPS else None)
+        taken = _run(weights, state, fields, ids, program, wanted=wanted if step == steps else None)
         accepted = d.integers(1, tokens, (batch,))
         kept = kept + accepted
     assert taken is not None

@@ -36,7 +36,7 @@ static_assert(sizeof(Scratch) <= K3_SCRATCH_BYTES, "one block of tokens fits");
 
 template <class Form>
 void mlp(const Call& call, const Team& team, Scratch& scratch) {
-  const MatrixUnit unit;
+  const MatrixUnit<Form> unit;
   for (int64_t m0 = 0; m0 < call.m; m0 += kMaxTokens) {
     const int tokens = int(call.m - m0 < kMaxTokens ? call.m - m0 : kMaxTokens);
     if (m0 > 0) team.barrier();  // the block before may still be reading h

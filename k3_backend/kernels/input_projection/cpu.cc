@@ -25,7 +25,7 @@ struct Call {
 
 template <class Form>
 void project(const Call& call, const Team& team, bf16* packed) {
-  const MatrixUnit unit;
+  const MatrixUnit<Form> unit;
   const Range tiles = team.share(call.n / kTile);
   for (int64_t m0 = 0; m0 < call.m; m0 += kMaxTokens) {
     const int tokens = int(call.m - m0 < kMaxTokens ? call.m - m0 : kMaxTokens);

@@ -189,7 +189,7 @@ K3_NOINLINE void output(const Call& call, int64_t m0, int tokens, const Team& te
                      [&](int64_t t, int p, const Tile* c, int) { s.up[t][p] = *c; });
   for_tiles<1, Form>(Weights{call.shared_down, kShared}, mine, call.walk, kShared, s.shared, tokens,
                      [&](int64_t t, int p, const Tile* c, int valid) {
-                       Tile y;
+                       Tile y{};
                        Form::combine(y, s.up[t][p], *c, valid,
                                      [](vf up, vf shared) { return k3::round_bf16(up) + k3::round_bf16(shared); });
                        Form::store_bf16(y, call.out + (m0 + p * kTile) * kHidden + t * kTile, kHidden, valid);
@@ -210,7 +210,7 @@ template <class Form, class Experts>
 K3_NOINLINE void run(const Call& call, const K3Context* ctx, int32_t threads) {
   Scratch& scratch = *static_cast<Scratch*>(ctx->scratch);
   k3::parallel(ctx, threads < kMaxWorkers ? threads : kMaxWorkers, [&](int32_t worker, int32_t workers) {
-    const MatrixUnit unit;
+    const MatrixUnit<Form> unit;
     const Team team{ctx, worker, workers};
     for (int64_t m0 = 0; m0 < call.m; m0 += kMaxTokens) {
       if (m0 > 0) team.barrier();  // the block before may still be reading what phases 1 and 2 write

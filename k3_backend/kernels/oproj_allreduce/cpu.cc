@@ -44,7 +44,7 @@ void update(const Call& call, const Tile& y, bf16* prefix, int valid) {
 
 template <class Form>
 void project(const Call& call, const Team& team, bf16* packed, Tile* sums) {
-  const MatrixUnit unit;
+  const MatrixUnit<Form> unit;
   const Range tiles = team.share(kTiles);
   for (int64_t m0 = 0; m0 < call.m; m0 += kMaxTokens) {
     const int tokens = int(call.m - m0 < kMaxTokens ? call.m - m0 : kMaxTokens);

@@ -1,9 +1,8 @@
 // Attention residual site on CPU: prefix update, block write, softmax mix over saved rows, RMSNorm of the mix.
 //
 // One token at a time, all of whose rows stay in L1; workers share the tokens. Scores, softmax and mix are fp32.
-#include "k3_cpu.h"
-
 #include "common/attention.h"
+#include "common/bind.h"
 
 namespace {
 
@@ -79,30 +78,26 @@ void mix_row(const Call& c, int64_t m, const float* key, float* mix) {
 K3_EXPORT(attn_res) {
   Args in(args, num_args, result);
   const K3Context* ctx = in.context();
-  int64_t prefix[2], blocks[3], out[2];
   Call c{};
-  c.prefix = in.tensor<bf16>(2, prefix);
-  c.delta = in.tensor<bf16>(2);
-  c.blocks = in.tensor<bf16>(3, blocks);
-  c.res_norm = in.tensor<bf16>(1);
-  c.res_proj = in.tensor<bf16>(1);
-  c.out_norm = in.tensor<bf16>(1);
-  c.out = in.tensor<bf16>(2, out);
+  int64_t M = 0;
+  c.prefix = bind<bf16>(in, {kAny, D}, "prefix must be [M, hidden]", &M);
+  c.delta = bind<const bf16>(in, {M, D}, "delta must be [M, hidden]");
+  c.blocks = bind<bf16>(in, {M, NB, D}, "blocks must be [M, saved rows, hidden]");
+  c.res_norm = bind<const bf16>(in, {D}, "res_norm must be [hidden]");
+  c.res_proj = bind<const bf16>(in, {D}, "res_proj must be [hidden]");
+  c.out_norm = bind<const bf16>(in, {D}, "out_norm must be [hidden]");
+  c.out = bind<bf16>(in, {M, D}, "out must be [M, hidden]");
   c.add_delta = in.integer() != 0;
   c.write_block = in.integer();
   c.sources = in.integer();
   c.round_mix = in.integer() != 0;
   c.eps = in.real();
   const int32_t threads = int32_t(in.integer());
-  if (in.finish()) return -1;
-  const int64_t M = prefix[0];
-  if (prefix[1] != D || blocks[0] != M || blocks[1] != NB || blocks[2] != D || out[0] != M)
-    in.fail("shapes differ from the geometry this kernel was built for");
-  else if (c.add_delta != (c.delta != nullptr)) in.fail("delta: must be given exactly if add_delta is 1");
-  else if (c.write_block < -1 || c.write_block >= NB || c.sources < 0 || c.sources > NB)
+  if (c.add_delta != (c.delta != nullptr)) in.fail("delta: must be given exactly if add_delta is 1");
+  if (c.write_block < -1 || c.write_block >= NB || c.sources < 0 || c.sources > NB)
     in.fail("write_block, sources: beyond the saved rows");
-  else if (threads < 1) in.fail("tunables: value not declared in cpu.toml");
-  else if (ctx->max_workers * 2 * D * int64_t(sizeof(float)) > ctx->scratch_bytes) in.fail("scratch too small for two rows per worker");
+  if (in.finish()) return -1;
+  if (ctx->max_workers * 2 * D * int64_t(sizeof(float)) > ctx->scratch_bytes) in.fail("scratch too small for two rows per worker");
   if (in.finish()) return -1;
   parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
     float* key = static_cast<float*>(ctx->scratch) + worker * 2 * D;

@@ -1,27 +1,29 @@
 // MLA decode core on CPU: softmax(<query, row> * scale) over paged latent rows, value = row[:kv_lora], base-2 LSE.
 //
 // All T*H queries of a request share one pass over its cache rows, read in place through the block table. Rows come in
-// tiles that stay in L1: scores of the tile, online softmax, then the values. The bf16 elements of a row are split into
-// even and odd fp32 lanes and never reordered; queries are split the same way once, and `pair` joins the two at the end.
+// tiles: scores of the tile, online softmax, then the values, on AMX tiles where the level has them, else in vector lanes.
 // A request may be cut into chunks of `split` rows that different workers take; their partial results are merged in
-// ascending order. Bits depend on the tunables, not on the number of workers or on other requests.
-#include "k3_cpu.h"
-
+// ascending order. Bits depend on the level and the tunables, not on the number of workers or on other requests.
 #include <math.h>
 
-#include "common/attention.h"
+#include <algorithm>
+#include <type_traits>
+
+#include "common/bind.h"
+#include "mla_decode/matrix.h"
+#include "mla_decode/tile.h"
+#include "mla_decode/vector.h"
 
 namespace {
 
 using namespace k3;
+using namespace k3::mla;
 
-constexpr int H = K3_HEADS, ROW = K3_MLA_ROW, KL = K3_KV_LORA;
-constexpr int kMaxTile = 64;
-constexpr int kRowsInFlight = 4;
-constexpr int kLine = kCacheLine / sizeof(bf16);
-constexpr int kAccumulators = kLanes == 16 ? 16 : 8;  // of 32 and 16 vector registers
-constexpr int kQueryRow = (ROW + kPairs - 1) / kPairs * kPairs;  // a split query, padded with zeros
-static_assert(KL % kPairs == 0, "the loops over values have no tails");
+#if defined(__AMX_BF16__)
+using Form = std::conditional_t<MatrixForm::kFits, MatrixForm, VectorForm>;
+#else
+using Form = VectorForm;
+#endif
 
 struct Call {
   const bf16* query;
@@ -32,7 +34,7 @@ struct Call {
   float* lse;
   float scale;
   int64_t B, T, Q;  // Q = T * H queries per request
-  int64_t page, max_pages;
+  int64_t pages, page, max_pages;
   int64_t dcp_rank, dcp_size, interleave;
   int64_t tile, prefetch;
 };
@@ -41,7 +43,7 @@ struct Call {
 int64_t local_count(const Call& c, int64_t end) {
   if (end <= 0) return 0;
   const int64_t stride = c.interleave * c.dcp_size, rest = end % stride - c.dcp_rank * c.interleave;
-  return end / stride * c.interleave + (rest < 0 ? 0 : rest > c.interleave ? c.interleave : rest);
+  return end / stride * c.interleave + std::clamp<int64_t>(rest, 0, c.interleave);
 }
 int64_t visible(const Call& c, int64_t b, int64_t t) { return local_count(c, c.seq_lens[b] - c.T + t + 1); }
 int64_t length(const Call& c, int64_t b) { return visible(c, b, c.T - 1); }
@@ -62,53 +64,35 @@ class Cursor {
   int64_t in_page_;
 };
 
-// A run of rows of one request, and where its result goes: unnormalised values, running maximum and sum of each query.
+// A run of rows of one request.
 struct Chunk {
   int64_t b, begin, end;
 };
 
-struct Accumulator {
-  float* values;  // [Q][KL], each kPairs columns as kLanes even and kLanes odd ones
-  float* max;     // [Q]
-  float* sum;     // [Q]
+// Temporary memory of one worker.
+struct Workspace {
+  Form::Workspace form;
+  float* s;  // [queries][kMaxTile] scores, then weights
+  float* keep;
+  Accumulator own;
+  Workspace(Arena& arena, int64_t queries)
+      : form(arena, queries),
+        s(arena.take<float>(queries * kMaxTile)),
+        keep(arena.take<float>(queries)),
+        own(arena.accumulator(Form::padded_queries(queries))) {}
 };
 
-int64_t accumulator_floats(int64_t Q) { return (Q * (KL + 2) + 15) / 16 * 16; }
-Accumulator accumulator(float* at, int64_t Q) { return {at, at + Q * KL, at + Q * (KL + 1)}; }
-
-// Scores of N queries against `count` rows; both row lists are readable up to the next multiple of kRowsInFlight. Requests
-// the front of the rows `ahead`, `add_values` their rest, so that the memory is asked evenly while both compute.
-template <int N, bool kAhead>
-void scores(const float* queries, const bf16* const* rows, const bf16* const* ahead, int64_t count, float* s) {
-  for (int64_t r = 0; r < count; r += kRowsInFlight) {
-    vf acc[N][kRowsInFlight];
-    for (int n = 0; n < N; ++n)
-      for (int i = 0; i < kRowsInFlight; ++i) acc[n][i] = zero();
-    const auto step = [&](int d, auto&& load_row) {
-      vf q_even[N], q_odd[N];
-      for (int n = 0; n < N; ++n) {
-        q_even[n] = load(queries + n * kQueryRow + d);
-        q_odd[n] = load(queries + n * kQueryRow + d + kLanes);
-      }
-      for (int i = 0; i < kRowsInFlight; ++i) {
-        const vb x = load_row(rows[r + i] + d);
-        if (kAhead && d < ROW - KL / 2 && d % kLine == 0) __builtin_prefetch(ahead[r + i] + d, 0, 2);
-        const vf x_even = even(x), x_odd = odd(x);
-        for (int n = 0; n < N; ++n) acc[n][i] = fma(q_odd[n], x_odd, fma(q_even[n], x_even, acc[n][i]));
-      }
-    };
-    for (int d = 0; d + kPairs <= ROW; d += kPairs) step(d, [](const bf16* p) { return load_pairs(p); });
-    if constexpr (ROW % kPairs) step(ROW / kPairs * kPairs, [](const bf16* p) { return load_pairs_n(p, ROW % kPairs); });
-    for (int n = 0; n < N; ++n) store_n(s + n * kMaxTile + r, sum_each(acc[n]), kRowsInFlight);
-  }
-}
-
-// Turns one query's scores of a tile into weights e^(s - max); returns the factor for everything accumulated before.
-float weights(float* s, int64_t count, float* running_max, float* running_sum) {
+// Turns one query's first `count` products of a tile into weights e^(scale * product - max); the rest of the vector gets 0.
+// Returns the factor for everything accumulated before.
+float weights(float* s, int64_t count, float scale, float& running_max, float& running_sum) {
   const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
-  for (int64_t i = count; i < padded; ++i) s[i] = -INFINITY;
-  vf top = set1(*running_max);
-  for (int64_t i = 0; i < padded; i += kLanes) top = k3::max(top, load(s + i));
+  std::fill(s + count, s + padded, -INFINITY);
+  vf top = set1(running_max);
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const vf x = load(s + i) * set1(scale);
+    store(s + i, x);
+    top = k3::max(top, x);
+  }
   const float new_max = k3::max(top);
   vf total = zero();
   for (int64_t i = 0; i < padded; i += kLanes) {
@@ -116,162 +100,123 @@ float weights(float* s, int64_t count, float* running_max, float* running_sum) {
     total = total + p;
     store(s + i, p);
   }
-  const float keep = first(k3::exp(set1(*running_max - new_max)));
-  *running_max = new_max;
-  *running_sum = *running_sum * keep + k3::sum(total);
+  const float keep = first(k3::exp(set1(running_max - new_max)));
+  running_max = new_max;
+  running_sum = running_sum * keep + k3::sum(total);
   return keep;
 }
 
-// values[n] = keep[n] * values[n] + sum over `count` rows of p[n][r] * row
-template <int N, bool kAhead>
-void add_values(const bf16* const* rows, const bf16* const* ahead, int64_t count, const float* p, const float* keep, float* values) {
-  constexpr int kPart = kAccumulators / (2 * N) < KL / kPairs ? kAccumulators / (2 * N) : KL / kPairs;
-  static_assert(KL / kPairs % kPart == 0, "columns go in equal parts");
-  for (int d = 0; d < KL; d += kPart * kPairs) {
-    vf acc[N][2 * kPart];
-    for (int n = 0; n < N; ++n)
-      for (int i = 0; i < 2 * kPart; ++i) acc[n][i] = set1(keep[n]) * load(values + n * KL + d + i * kLanes);
-    for (int64_t r = 0; r < count; ++r) {
-      for (int i = 0; i < kPart; ++i) {
-        if (kAhead && (d + i * kPairs) % (2 * kLine) == 0) __builtin_prefetch(ahead[r] + ROW - KL / 2 + (d + i * kPairs) / 2, 0, 2);
-        const vb x = load_pairs(rows[r] + d + i * kPairs);
-        const vf x_even = even(x), x_odd = odd(x);
-        for (int n = 0; n < N; ++n) {
-          const vf weight = set1(p[n * kMaxTile + r]);
-          acc[n][2 * i] = fma(weight, x_even, acc[n][2 * i]);
-          acc[n][2 * i + 1] = fma(weight, x_odd, acc[n][2 * i + 1]);
-        }
-      }
-    }
-    for (int n = 0; n < N; ++n)
-      for (int i = 0; i < 2 * kPart; ++i) store(values + n * KL + d + i * kLanes, acc[n][i]);
-  }
-}
-
-// Calls fn<N>(q) for blocks of N = 4, 2, 1 queries that cover [0, count).
-template <typename F>
-K3_INLINE void blocks_of_queries(int64_t count, F&& fn) {
-  int64_t q = 0;
-  for (; q + 4 <= count; q += 4) fn.template operator()<4>(q);
-  if (q + 2 <= count) fn.template operator()<2>(q), q += 2;
-  if (q < count) fn.template operator()<1>(q);
-}
-
-// Splits a request's queries into even and odd fp32 lanes, scaled.
-void split_queries(const Call& c, int64_t b, float* queries) {
-  for (int64_t q = 0; q < c.Q; ++q) {
-    const bf16* from = c.query + (b * c.Q + q) * ROW;
-    for (int d = 0; d < ROW; d += kPairs) {
-      const vb x = load_pairs_n(from + d, ROW - d < kPairs ? ROW - d : kPairs);
-      store(queries + q * kQueryRow + d, even(x) * set1(c.scale));
-      store(queries + q * kQueryRow + d + kLanes, odd(x) * set1(c.scale));
-    }
-  }
-}
-
-// `s` holds [Q][kMaxTile] floats.
-void attend(const Call& c, Chunk chunk, const float* queries, float* s, Accumulator acc) {
-  memset(acc.values, 0, c.Q * KL * sizeof(float));
-  for (int64_t q = 0; q < c.Q; ++q) acc.max[q] = -INFINITY, acc.sum[q] = 0.0f;
+void attend(const Call& c, Chunk chunk, Workspace& w, Accumulator acc) {
+  memset(acc.values, 0, Form::padded_queries(c.Q) * KL * sizeof(float));
+  std::fill(acc.max, acc.max + c.Q, -INFINITY);
+  std::fill(acc.sum, acc.sum + c.Q, 0.0f);
+  Form::pack_queries(w.form, c.query + chunk.b * c.Q * ROW, c.Q);
   Cursor cursor(c, chunk.b, chunk.begin), cursor_ahead(c, chunk.b, chunk.begin);
-  for (int64_t r = 0; r < c.prefetch * c.tile && chunk.begin + r < chunk.end; ++r) cursor_ahead.next();
-  const int64_t everyone = visible(c, chunk.b, 0);  // the first token sees least
-  const bf16* rows[kMaxTile];
-  const bf16* ahead[kMaxTile];
-  float keep[kMaxTile];
-  for (int64_t at = chunk.begin; at < chunk.end; at += c.tile) {
-    const int64_t count = chunk.end - at < c.tile ? chunk.end - at : c.tile;
-    for (int64_t r = 0; r < count; ++r) {
-      rows[r] = cursor.next();
-      ahead[r] = at + c.prefetch * c.tile + r < chunk.end ? cursor_ahead.next() : rows[r];
+  const int64_t distance = c.prefetch * c.tile;
+  for (int64_t r = 0; r < distance && chunk.begin + r < chunk.end; ++r) cursor_ahead.next();
+  const int64_t everyone = std::min(visible(c, chunk.b, 0), chunk.end);  // the first token sees least
+  RowTile tile;
+  tile.prefetch = c.prefetch != 0;
+  for (int64_t at = chunk.begin; at < chunk.end; at += tile.count) {
+    tile.count = std::min(c.tile, (at < everyone ? everyone : chunk.end) - at);
+    for (int64_t r = 0; r < tile.count; ++r) {
+      tile.rows[r] = cursor.next();
+      tile.ahead[r] = at + distance + r < chunk.end ? cursor_ahead.next() : tile.rows[r];
     }
-    for (int64_t r = count; r % kRowsInFlight; ++r) rows[r] = ahead[r] = rows[count - 1];
-    blocks_of_queries(c.Q, [&]<int N>(int64_t q) {
-      (q == 0 && c.prefetch ? scores<N, true> : scores<N, false>)(queries + q * kQueryRow, rows, ahead, count, s + q * kMaxTile);
-    });
-    if (at + count <= everyone) {
-      blocks_of_queries(c.Q, [&]<int N>(int64_t q) {
-        for (int n = 0; n < N; ++n) keep[n] = weights(s + (q + n) * kMaxTile, count, acc.max + q + n, acc.sum + q + n);
-        (q == 0 && c.prefetch ? add_values<N, true> : add_values<N, false>)(rows, ahead, count, s + q * kMaxTile, keep, acc.values + q * KL);
-      });
+    tile.pad();
+    Form::scores(w.form, tile, c.Q, w.s);
+    if (at < everyone) {
+      for (int64_t q = 0; q < c.Q; ++q) w.keep[q] = weights(w.s + q * kMaxTile, tile.count, c.scale, acc.max[q], acc.sum[q]);
+      Form::add_values(w.form, tile, c.Q, w.s, w.keep, acc.values);
       continue;
     }
-    // Tokens of this step are causal among themselves. A later token's row is left out, not weighted by zero.
+    // Tokens of this step are causal among themselves. A later token's row is left out, not weighted by zero: it may be NaN.
     for (int64_t q = 0; q < c.Q; ++q) {
-      const int64_t seen = visible(c, chunk.b, q / H) - at;
+      const int64_t seen = std::min(visible(c, chunk.b, q / H) - at, tile.count);
       if (seen <= 0) continue;
-      const int64_t mine = seen < count ? seen : count;
-      keep[0] = weights(s + q * kMaxTile, mine, acc.max + q, acc.sum + q);
-      add_values<1, false>(rows, ahead, mine, s + q * kMaxTile, keep, acc.values + q * KL);
+      const float keep = weights(w.s + q * kMaxTile, seen, c.scale, acc.max[q], acc.sum[q]);
+      VectorForm::add_values_of(tile, seen, w.s + q * kMaxTile, keep, acc.values + q * KL);
     }
   }
 }
 
-// Normalises and stores one query's result; nothing seen gives 0 and -inf.
-void emit(const Call& c, int64_t row, const float* values, float max, float sum) {
+// Normalises and stores the result of one query, given its row of `out`; nothing seen gives 0 and -inf.
+void emit(const Call& c, int64_t row, Accumulator acc, int64_t q) {
   bf16* out = c.out + row * KL;
-  const vf scale = set1(sum == 0.0f ? 0.0f : 1.0f / sum);
+  const float* values = acc.values + q * KL;
+  const vf scale = set1(acc.sum[q] == 0.0f ? 0.0f : 1.0f / acc.sum[q]);
   for (int d = 0; d < KL; d += kPairs) {
     const vb x = pair(load(values + d) * scale, load(values + d + kLanes) * scale);
     memcpy(out + d, &x, sizeof x);
   }
-  c.lse[row] = sum == 0.0f ? -INFINITY : max * 1.4426950408889634f + log2f(sum);
+  c.lse[row] = acc.sum[q] == 0.0f ? -INFINITY : acc.max[q] * 1.4426950408889634f + log2f(acc.sum[q]);
 }
 
-// Merges `count` partial results of one query, `stride` floats apart, into the first one.
-void merge(Accumulator first_part, int64_t count, int64_t stride, int64_t q) {
-  float top = -INFINITY;
-  for (int64_t i = 0; i < count; ++i) top = first_part.max[i * stride + q] > top ? first_part.max[i * stride + q] : top;
-  float* values = first_part.values + q * KL;
-  float sum = 0.0f;
-  for (int64_t i = 0; i < count; ++i) {
-    if (first_part.sum[i * stride + q] == 0.0f) continue;  // saw nothing; its maximum is -inf
-    const float weight = first(k3::exp(set1(first_part.max[i * stride + q] - top)));
-    sum += weight * first_part.sum[i * stride + q];
-    for (int d = 0; d < KL; d += kLanes)
-      store(values + d, fma(set1(weight), load(values + i * stride + d), i ? load(values + d) : zero()));
-  }
-  first_part.max[q] = top;
-  first_part.sum[q] = sum;
-}
-
-// How a call is cut and where its temporary data lie.
+// How a call is cut and where its temporary data lie: one workspace per worker, then one accumulator per chunk of requests
+// that have several chunks.
 struct Plan {
-  int64_t split;      // rows of a chunk
-  int64_t rows;       // cache rows of all requests together
-  float* workspaces;  // one per worker
-  float* parts;       // one accumulator per chunk of requests with several chunks
+  int64_t split;  // rows of a chunk
+  int64_t rows;   // cache rows of all requests together
+  char* scratch;
+  int64_t workspace_bytes, part_bytes;
+  char* parts;
+
+  Workspace workspace(int32_t worker, int64_t Q) const {
+    Arena arena(scratch + worker * workspace_bytes);
+    return Workspace(arena, Q);
+  }
+  Accumulator part(int64_t i, int64_t Q) const {
+    Arena arena(parts + i * part_bytes);
+    return arena.accumulator(Form::padded_queries(Q));
+  }
 };
 
 int64_t chunks(int64_t rows, int64_t split) { return rows > split ? (rows + split - 1) / split : 1; }
-int64_t workspace_floats(int64_t Q) { return Q * (kQueryRow + kMaxTile) + accumulator_floats(Q); }
 
-// Chunks grow until their partial results fit the scratch; independent of the number of workers. False if nothing fits.
+// Chunks grow until their partial results fit the scratch. False if not even the workspaces do.
 bool plan_call(const K3Context* ctx, const Call& c, int64_t split, Plan& plan) {
-  const int64_t workspaces = ctx->max_workers * workspace_floats(c.Q), capacity = ctx->scratch_bytes / int64_t(sizeof(float));
-  plan = {split ? split : INT64_MAX, 0, static_cast<float*>(ctx->scratch), static_cast<float*>(ctx->scratch) + workspaces};
+  Arena workspace(nullptr), part(nullptr);
+  Workspace(workspace, c.Q);
+  part.accumulator(Form::padded_queries(c.Q));
+  const int64_t workspaces = ctx->max_workers * workspace.bytes();
+  char* scratch = static_cast<char*>(ctx->scratch);
+  plan = {split ? split : INT64_MAX, 0, scratch, workspace.bytes(), part.bytes(), scratch + workspaces};
   for (int64_t b = 0; b < c.B; ++b) plan.rows += length(c, b);
   for (;; plan.split *= 2) {
     int64_t parts = 0;
     for (int64_t b = 0; b < c.B; ++b) {
-      const int64_t n = chunks(length(c, b), plan.split);
-      parts += n > 1 ? n : 0;
+      const int64_t count = chunks(length(c, b), plan.split);
+      parts += count > 1 ? count : 0;
     }
-    if (workspaces + parts * accumulator_floats(c.Q) <= capacity) return true;
+    if (workspaces + parts * part.bytes() <= ctx->scratch_bytes) return true;
     if (!parts) return false;
   }
 }
 
+// Merges the parts first, first + 1, ... of one query into the first one.
+void merge(const Plan& plan, const Call& c, int64_t first_part, int64_t count, int64_t q) {
+  const Accumulator total = plan.part(first_part, c.Q);
+  float top = -INFINITY;
+  for (int64_t i = 0; i < count; ++i) top = std::max(top, plan.part(first_part + i, c.Q).max[q]);
+  float sum = 0.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    const Accumulator part = plan.part(first_part + i, c.Q);
+    if (part.sum[q] == 0.0f) continue;  // saw nothing; its maximum is -inf and its values are 0
+    const float weight = first(k3::exp(set1(part.max[q] - top)));
+    sum += weight * part.sum[q];
+    for (int64_t d = q * KL; d < (q + 1) * KL; d += kLanes)
+      store(total.values + d, fma(set1(weight), load(part.values + d), i ? load(total.values + d) : zero()));
+  }
+  total.max[q] = top;
+  total.sum[q] = sum;
+}
+
 void run(const K3Context* ctx, const Call& c, const Plan& plan, int32_t threads) {
   parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
-    float* queries = plan.workspaces + worker * workspace_floats(c.Q);
-    float* s = queries + c.Q * kQueryRow;
-    const Accumulator own = accumulator(s + c.Q * kMaxTile, c.Q);
-    const int64_t stride = accumulator_floats(c.Q);
+    Workspace w = plan.workspace(worker, c.Q);
     // A worker takes the chunks that start in its share of all rows.
     const Range mine = share(plan.rows, worker, workers);
-    int64_t start = 0, part = 0;
-    bool merges = false;
+    int64_t start = 0, parts = 0;
     for (int64_t b = 0; b < c.B; ++b) {
       const int64_t rows = length(c, b), count = chunks(rows, plan.split);
       for (int64_t i = 0; i < count; ++i) {
@@ -279,25 +224,21 @@ void run(const K3Context* ctx, const Call& c, const Plan& plan, int32_t threads)
         const bool taken = start >= mine.begin && (start < mine.end || worker == workers - 1);
         start += end - begin;
         if (!taken) continue;
-        const Accumulator acc = count > 1 ? accumulator(plan.parts + (part + i) * stride, c.Q) : own;
-        split_queries(c, b, queries);
-        attend(c, {b, begin, end}, queries, s, acc);
-        if (count == 1)
-          for (int64_t q = 0; q < c.Q; ++q) emit(c, b * c.Q + q, acc.values + q * KL, acc.max[q], acc.sum[q]);
+        const Accumulator acc = count > 1 ? plan.part(parts + i, c.Q) : w.own;
+        attend(c, {b, begin, end}, w, acc);
+        for (int64_t q = 0; count == 1 && q < c.Q; ++q) emit(c, b * c.Q + q, acc, q);
       }
-      if (count > 1) part += count, merges = true;
+      parts += count > 1 ? count : 0;
     }
-    if (!merges) return;
+    if (!parts) return;
     if (workers > 1) ctx->barrier(ctx);  // every part is written
-    part = 0;
-    for (int64_t b = 0, item = 0; b < c.B; ++b) {
+    for (int64_t b = 0, part = 0, item = 0; b < c.B; ++b) {
       const int64_t count = chunks(length(c, b), plan.split);
       if (count == 1) continue;
-      const Accumulator acc = accumulator(plan.parts + part * stride, c.Q);
       for (int64_t q = 0; q < c.Q; ++q, ++item) {
         if (item % workers != worker) continue;
-        merge(acc, count, stride, q);
-        emit(c, b * c.Q + q, acc.values + q * KL, acc.max[q], acc.sum[q]);
+        merge(plan, c, part, count, q);
+        emit(c, b * c.Q + q, plan.part(part, c.Q), q);
       }
       part += count;
     }
@@ -305,13 +246,16 @@ void run(const K3Context* ctx, const Call& c, const Plan& plan, int32_t threads)
 }
 
 // Nothing may be read through a page id that the cache does not have.
-const char* check(const Call& c, int64_t pages) {
+const char* check(const Call& c) {
+  if (c.T < 1 || c.dcp_size < 1 || c.dcp_rank < 0 || c.dcp_rank >= c.dcp_size || c.interleave < 1)
+    return "attributes: out of range";
+  if (c.tile < 1 || c.tile > kMaxTile || c.prefetch < 0) return "tunables: value not declared in cpu.toml";
   for (int64_t b = 0; b < c.B; ++b) {
     if (c.seq_lens[b] < 0) return "seq_lens: negative";
     const int64_t used = (length(c, b) + c.page - 1) / c.page;
     if (used > c.max_pages) return "block_table: too narrow for a request's length";
     for (int64_t i = 0; i < used; ++i)
-      if (uint32_t(c.block_table[b * c.max_pages + i]) >= uint64_t(pages)) return "block_table: id beyond the cache";
+      if (uint32_t(c.block_table[b * c.max_pages + i]) >= uint64_t(c.pages)) return "block_table: id beyond the cache";
   }
   return nullptr;
 }
@@ -321,14 +265,14 @@ const char* check(const Call& c, int64_t pages) {
 K3_EXPORT(mla_decode) {
   Args in(args, num_args, result);
   const K3Context* ctx = in.context();
-  int64_t query[3], cache[3], table[2], lens[1], out[3];
   Call c{};
-  c.query = in.tensor<bf16>(3, query);
-  c.cache = in.tensor<bf16>(3, cache);
-  c.block_table = in.tensor<int32_t>(2, table);
-  c.seq_lens = in.tensor<int32_t>(1, lens);
-  c.out = in.tensor<bf16>(3, out);
-  c.lse = in.tensor<float>(2);
+  int64_t M = 0, cache[3] = {}, table[2] = {};
+  c.query = bind<const bf16>(in, {kAny, H, ROW}, "query must be [M, H, ROW]", &M);
+  c.cache = in.tensor<const bf16>(3, cache);
+  c.block_table = in.tensor<const int32_t>(2, table);
+  c.seq_lens = bind<const int32_t>(in, {table[0]}, "seq_lens must be [B]");
+  c.out = bind<bf16>(in, {M, H, KL}, "out must be [M, H, KL]");
+  c.lse = bind<float>(in, {M, H}, "lse must be [M, H]");
   c.T = in.integer();
   c.scale = in.real();
   c.dcp_rank = in.integer();
@@ -339,19 +283,15 @@ K3_EXPORT(mla_decode) {
   const int64_t split = in.integer();
   c.tile = in.integer();
   c.prefetch = in.integer();
-  if (in.finish()) return -1;
-  c.B = lens[0];
+  c.B = table[0];
   c.Q = c.T * H;
+  c.pages = cache[0];
   c.page = cache[1];
   c.max_pages = table[1];
+  if (cache[2] != ROW || kv_lora != KL || M != c.B * c.T) in.fail("kv_cache must be [pages, page, ROW], kv_lora KL, M = B * T");
+  if (in.finish()) return -1;
   Plan plan;
-  if (query[0] != c.B * c.T || table[0] != c.B || query[1] != H || query[2] != ROW || cache[2] != ROW || out[2] != KL || kv_lora != KL)
-    in.fail("shapes differ from the geometry this kernel was built for");
-  else if (c.T < 1 || c.dcp_size < 1 || c.dcp_rank < 0 || c.dcp_rank >= c.dcp_size || c.interleave < 1)
-    in.fail("attributes: out of range");
-  else if (threads < 1 || split < 0 || c.tile < kRowsInFlight || c.tile > kMaxTile || c.prefetch < 0)
-    in.fail("tunables: value not declared in cpu.toml");
-  else if (const char* why = check(c, cache[0])) in.fail(why);
+  if (const char* why = check(c)) in.fail(why);
   else if (!plan_call(ctx, c, split, plan)) in.fail("scratch too small for the queries of one request per worker");
   if (in.finish()) return -1;
   run(ctx, c, plan, threads);

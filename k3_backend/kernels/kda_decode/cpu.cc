@@ -5,12 +5,10 @@
 //   u = beta (v - S.a'),   S <- S*a + u k,   o = S.a" + u (k.q)
 // which equals the interface's decay, delta and read in exact arithmetic. Rows of one state are independent, so they may
 // also be shared out over workers. Results do not depend on the number of workers, the partition, or the other tunables.
-#include "k3_cpu.h"
-
 #include <algorithm>
 
 #include "common/attention.h"
-#include "common/gemm.h"
+#include "common/bind.h"
 
 namespace {
 
@@ -108,18 +106,20 @@ void project_gate(const Call& c, const bf16* f_a, int64_t h, bf16* g) {
 
 // Memory of one worker for the gates of a block of items: requests [b0, b1) by heads [h0, h1).
 struct alignas(64) Gates {
-  bf16 f_a[gemm::kMaxTokens * R], acts[gemm::kMaxTokens * R];
+  bf16 acts[gemm::kMaxTokens * R];
   bf16 g[gemm::kMaxTokens * W];  // [token][channel]
 };
 
 // The same for all tokens of a block as one matrix product.
 void project_gates(const Call& c, Block block, Gates& gates) {
   const int tokens = int((block.b1 - block.b0) * c.T);
-  for (int m = 0; m < tokens; ++m) memcpy(gates.f_a + m * R, c.proj + (block.b0 * c.T + m) * P + kForget, R * sizeof(bf16));
-  const gemm::MatrixUnit unit;
-  const bf16* acts = gemm::Panels::stage(gemm::Team{nullptr, 0, 1}, gates.f_a, tokens, R, gates.acts);
+  const bf16* f_a = c.proj + block.b0 * c.T * P + kForget;
+  for (int p = 0; p < gemm::panels_of(tokens); ++p)
+    gemm::Panels::gather(gates.acts + p * gemm::kTile * R, R, gemm::in_panel(tokens, p),
+                         [&](int m) { return f_a + (p * gemm::kTile + m) * P; });
+  const gemm::MatrixUnit<gemm::Panels> unit;
   gemm::for_tiles<1, gemm::Panels>(
-      gemm::Weights{c.f_b, R}, {block.h0 * K / gemm::kTile, block.h1 * K / gemm::kTile}, {2, false}, R, acts, tokens,
+      gemm::Weights{c.f_b, R}, {block.h0 * K / gemm::kTile, block.h1 * K / gemm::kTile}, {2, false}, R, gates.acts, tokens,
       [&](int64_t t, int p, const gemm::Tile* tile, int valid) {
         gemm::Panels::store_bf16(*tile, gates.g + p * gemm::kTile * W + t * gemm::kTile, W, valid);
       });
@@ -318,19 +318,19 @@ const char* check(const Call& c, int64_t S) {
 K3_EXPORT(kda_decode) {
   Args in(args, num_args, result);
   const K3Context* ctx = in.context();
-  int64_t proj[2], slots[2], conv_state[3], state[4];
   Call c{};
-  c.proj = in.tensor<bf16>(2, proj);
-  c.conv_w = in.tensor<float>(2);
-  c.f_b = in.tensor<bf16>(2);
-  c.a_log = in.tensor<float>(1);
-  c.dt_bias = in.tensor<float>(2);
-  c.o_norm = in.tensor<bf16>(1);
-  c.slots = in.tensor<int32_t>(2, slots);
-  c.accepted = in.tensor<int32_t>(1);
-  c.conv_state = in.tensor<bf16>(3, conv_state);
-  c.state = in.tensor<float>(4, state);
-  c.out = in.tensor<bf16>(2);
+  int64_t M = 0, slots[2] = {}, pool[3] = {};
+  c.proj = bind<const bf16>(in, {kAny, P}, "proj must be [M, P]", &M);
+  c.conv_w = bind<const float>(in, {W3, kTaps}, "conv_w must be [3 W, C]");
+  c.f_b = bind<const bf16>(in, {W, R}, "f_b must be [W, R]");
+  c.a_log = bind<const float>(in, {H}, "a_log must be [H]");
+  c.dt_bias = bind<const float>(in, {H, K}, "dt_bias must be [H, K]");
+  c.o_norm = bind<const bf16>(in, {K}, "o_norm must be [K]");
+  c.slots = in.tensor<const int32_t>(2, slots);
+  c.accepted = bind<const int32_t>(in, {slots[0]}, "accepted must be [B]");
+  c.conv_state = in.tensor<bf16>(3, pool);
+  c.state = bind<float>(in, {pool[0], H, K, K}, "state must be [S, H, K, K]");
+  c.out = bind<bf16>(in, {M, W}, "out must be [M, W]");
   c.gate_lower_bound = in.real();
   c.eps = in.real();
   c.l2_eps = in.real();
@@ -339,19 +339,17 @@ K3_EXPORT(kda_decode) {
   c.gates_together = in.integer() != 0;
   const int64_t v_block = in.integer();
   c.prefetch = in.integer();
-  if (in.finish()) return -1;
   c.B = slots[0];
   c.T = slots[1];
-  c.taps = conv_state[1];
+  c.taps = pool[1];
   const Sweep sweep = sweep_for(v_block);
-  if (proj[1] != P || proj[0] != c.B * c.T || conv_state[2] != W3 || state[1] != H || state[3] != K || state[0] != conv_state[0])
-    in.fail("shapes differ from the geometry this kernel was built for");
-  else if (c.taps < c.T + 2) in.fail("conv_state: fewer than T + 2 taps");
-  else if (c.T > gemm::kMaxTokens || ctx->max_workers * int64_t(sizeof(Gates) + c.T * sizeof(Token)) > ctx->scratch_bytes)
-    in.fail("scratch too small for a worker's gates and T tokens");
-  else if (!sweep || c.partition < kByRequest || c.partition > kByRow || threads < 1 || c.prefetch < 0 || c.prefetch > K)
+  if (M != c.B * c.T || c.taps < c.T + 2 || pool[2] != W3) in.fail("conv_state must be [S, at least T + 2, 3 W] and M = B * T");
+  if (!sweep || c.partition < kByRequest || c.partition > kByRow || c.prefetch < 0 || c.prefetch > K)
     in.fail("tunables: value not declared in cpu.toml");
-  else if (const char* why = check(c, state[0])) in.fail(why);
+  if (in.finish()) return -1;
+  if (c.T > gemm::kMaxTokens || ctx->max_workers * int64_t(sizeof(Gates) + c.T * sizeof(Token)) > ctx->scratch_bytes)
+    in.fail("scratch too small for a worker's gates and T tokens");
+  else if (const char* why = check(c, pool[0])) in.fail(why);
   if (in.finish()) return -1;
   if (c.partition == kByRow) by_row(ctx, c, sweep, threads, v_block);
   else by_item(ctx, c, sweep, threads);

@@ -1,13 +1,13 @@
 // MLA decode core on CPU: softmax(<query, row> * scale) over paged latent rows, value = row[:kv_lora], base-2 LSE.
 //
 // All T*H queries of a request share one pass over its cache rows, read in place through the block table. Rows come in
-// tiles: scores of the tile, online softmax, then the values, on AMX tiles where the level has them, else in vector lanes.
+// tiles: scores of the tile, online softmax, then the values; on AMX tiles where the level has them and the request has
+// enough queries, else in vector lanes.
 // A request may be cut into chunks of `split` rows that different workers take; their partial results are merged in
 // ascending order. Bits depend on the level and the tunables, not on the number of workers or on other requests.
 #include <math.h>
 
 #include <algorithm>
-#include <type_traits>
 
 #include "common/bind.h"
 #include "mla_decode/matrix.h"
@@ -18,12 +18,6 @@ namespace {
 
 using namespace k3;
 using namespace k3::mla;
-
-#if defined(__AMX_BF16__)
-using Form = std::conditional_t<MatrixForm::kFits, MatrixForm, VectorForm>;
-#else
-using Form = VectorForm;
-#endif
 
 struct Call {
   const bf16* query;
@@ -70,8 +64,9 @@ struct Chunk {
 };
 
 // Temporary memory of one worker.
+template <class Form>
 struct Workspace {
-  Form::Workspace form;
+  typename Form::Workspace form;
   float* s;  // [queries][kMaxTile] scores, then weights
   float* keep;
   Accumulator own;
@@ -106,7 +101,8 @@ float weights(float* s, int64_t count, float scale, float& running_max, float& r
   return keep;
 }
 
-void attend(const Call& c, Chunk chunk, Workspace& w, Accumulator acc) {
+template <class Form>
+void attend(const Call& c, Chunk chunk, Workspace<Form>& w, Accumulator acc) {
   memset(acc.values, 0, Form::padded_queries(c.Q) * KL * sizeof(float));
   std::fill(acc.max, acc.max + c.Q, -INFINITY);
   std::fill(acc.sum, acc.sum + c.Q, 0.0f);
@@ -154,6 +150,7 @@ void emit(const Call& c, int64_t row, Accumulator acc, int64_t q) {
 
 // How a call is cut and where its temporary data lie: one workspace per worker, then one accumulator per chunk of requests
 // that have several chunks.
+template <class Form>
 struct Plan {
   int64_t split;  // rows of a chunk
   int64_t rows;   // cache rows of all requests together
@@ -161,9 +158,9 @@ struct Plan {
   int64_t workspace_bytes, part_bytes;
   char* parts;
 
-  Workspace workspace(int32_t worker, int64_t Q) const {
+  Workspace<Form> workspace(int32_t worker, int64_t Q) const {
     Arena arena(scratch + worker * workspace_bytes);
-    return Workspace(arena, Q);
+    return Workspace<Form>(arena, Q);
   }
   Accumulator part(int64_t i, int64_t Q) const {
     Arena arena(parts + i * part_bytes);
@@ -174,9 +171,10 @@ struct Plan {
 int64_t chunks(int64_t rows, int64_t split) { return rows > split ? (rows + split - 1) / split : 1; }
 
 // Chunks grow until their partial results fit the scratch. False if not even the workspaces do.
-bool plan_call(const K3Context* ctx, const Call& c, int64_t split, Plan& plan) {
+template <class Form>
+bool plan_call(const K3Context* ctx, const Call& c, int64_t split, Plan<Form>& plan) {
   Arena workspace(nullptr), part(nullptr);
-  Workspace(workspace, c.Q);
+  Workspace<Form>(workspace, c.Q);
   part.accumulator(Form::padded_queries(c.Q));
   const int64_t workspaces = ctx->max_workers * workspace.bytes();
   char* scratch = static_cast<char*>(ctx->scratch);
@@ -194,7 +192,8 @@ bool plan_call(const K3Context* ctx, const Call& c, int64_t split, Plan& plan) {
 }
 
 // Merges the parts first, first + 1, ... of one query into the first one.
-void merge(const Plan& plan, const Call& c, int64_t first_part, int64_t count, int64_t q) {
+template <class Form>
+void merge(const Plan<Form>& plan, const Call& c, int64_t first_part, int64_t count, int64_t q) {
   const Accumulator total = plan.part(first_part, c.Q);
   float top = -INFINITY;
   for (int64_t i = 0; i < count; ++i) top = std::max(top, plan.part(first_part + i, c.Q).max[q]);
@@ -211,9 +210,10 @@ void merge(const Plan& plan, const Call& c, int64_t first_part, int64_t count, i
   total.sum[q] = sum;
 }
 
-void run(const K3Context* ctx, const Call& c, const Plan& plan, int32_t threads) {
+template <class Form>
+void run(const K3Context* ctx, const Call& c, const Plan<Form>& plan, int32_t threads) {
   parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
-    Workspace w = plan.workspace(worker, c.Q);
+    Workspace<Form> w = plan.workspace(worker, c.Q);
     // A worker takes the chunks that start in its share of all rows.
     const Range mine = share(plan.rows, worker, workers);
     int64_t start = 0, parts = 0;
@@ -225,7 +225,7 @@ void run(const K3Context* ctx, const Call& c, const Plan& plan, int32_t threads)
         start += end - begin;
         if (!taken) continue;
         const Accumulator acc = count > 1 ? plan.part(parts + i, c.Q) : w.own;
-        attend(c, {b, begin, end}, w, acc);
+        attend<Form>(c, {b, begin, end}, w, acc);
         for (int64_t q = 0; count == 1 && q < c.Q; ++q) emit(c, b * c.Q + q, acc, q);
       }
       parts += count > 1 ? count : 0;
@@ -243,6 +243,22 @@ void run(const K3Context* ctx, const Call& c, const Plan& plan, int32_t threads)
       part += count;
     }
   });
+}
+
+template <class Form>
+const char* plan_and_run(const K3Context* ctx, const Call& c, int64_t split, int32_t threads) {
+  Plan<Form> plan;
+  if (!plan_call(ctx, c, split, plan)) return "scratch too small for the queries of one request per worker";
+  run(ctx, c, plan, threads);
+  return nullptr;
+}
+
+const char* plan_and_run(const K3Context* ctx, const Call& c, int64_t split, int32_t threads) {
+#if defined(__AMX_BF16__)
+  if constexpr (MatrixForm::kFits)
+    if (c.Q >= MatrixForm::kWorthwhile) return plan_and_run<MatrixForm>(ctx, c, split, threads);
+#endif
+  return plan_and_run<VectorForm>(ctx, c, split, threads);
 }
 
 // Nothing may be read through a page id that the cache does not have.
@@ -290,10 +306,8 @@ K3_EXPORT(mla_decode) {
   c.max_pages = table[1];
   if (cache[2] != ROW || kv_lora != KL || M != c.B * c.T) in.fail("kv_cache must be [pages, page, ROW], kv_lora KL, M = B * T");
   if (in.finish()) return -1;
-  Plan plan;
-  if (const char* why = check(c)) in.fail(why);
-  else if (!plan_call(ctx, c, split, plan)) in.fail("scratch too small for the queries of one request per worker");
-  if (in.finish()) return -1;
-  run(ctx, c, plan, threads);
-  return 0;
+  const char* why = check(c);
+  if (!why) why = plan_and_run(ctx, c, split, threads);
+  if (why) in.fail(why);
+  return in.finish();
 }

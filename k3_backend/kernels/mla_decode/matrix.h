@@ -12,6 +12,7 @@ namespace k3::mla {
 
 struct MatrixForm {
   static constexpr bool kFits = ROW % 64 == 0 && KL % 64 == 0;
+  static constexpr int64_t kWorthwhile = 8;  // queries; measured, fewer are faster in vector lanes
   static constexpr int kTile = gemm::kTile;
   static constexpr long kTileRow = 64;  // bytes
 

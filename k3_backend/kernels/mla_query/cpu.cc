@@ -4,10 +4,8 @@
 // (each norms the few q_a rows for itself) and the cache rows. Then they share the columns of W_UK, which is stored with
 // its output columns contiguous: a row is split into even and odd fp32 lanes and added, weighted by one element of q_nope,
 // to the accumulators of several tokens.
-#include "k3_cpu.h"
-
 #include "common/attention.h"
-#include "common/gemm.h"
+#include "common/bind.h"
 
 namespace {
 
@@ -36,10 +34,10 @@ struct Call {
 };
 
 // Temporary memory: one part shared by the workers, one each.
-struct Shared {
+struct alignas(64) Shared {
   float q_nope[H * gemm::kMaxTokens * NOPE];  // [H][token][NOPE], rounded to bf16
 };
-struct Workspace {
+struct alignas(64) Workspace {
   bf16 c[gemm::kMaxTokens * QL];
   bf16 acts[gemm::kMaxTokens * QL];
   float tile[kTile * kTile];
@@ -127,7 +125,7 @@ void absorb_units(const Call& c, Range units, int64_t m0, int tokens, const Shar
 
 template <class Form>
 void run(const Call& c, const gemm::Team& team, Shared& shared, Workspace& w) {
-  const gemm::MatrixUnit unit;
+  const gemm::MatrixUnit<Form> unit;
   insert_rows(c, share(c.M, team.worker, team.workers));
   for (int64_t m0 = 0; m0 < c.M; m0 += gemm::kMaxTokens) {
     const int tokens = int(c.M - m0 < gemm::kMaxTokens ? c.M - m0 : gemm::kMaxTokens);
@@ -150,36 +148,30 @@ const char* check(const Call& c, int64_t cache_rows) {
 K3_EXPORT(mla_query) {
   Args in(args, num_args, result);
   const K3Context* ctx = in.context();
-  int64_t proj[2] = {}, w_qb[2] = {}, w_uk_t[3] = {}, mapping[1] = {}, query[3] = {}, cache[3] = {};
   Call c{};
-  c.proj = in.tensor<bf16>(2, proj);
-  c.q_norm = in.tensor<bf16>(1);
-  c.kv_norm = in.tensor<bf16>(1);
-  c.w_qb = in.tensor<bf16>(2, w_qb);
-  c.w_uk_t = in.tensor<bf16>(3, w_uk_t);
-  c.slot_mapping = in.tensor<int64_t>(1, mapping);
-  c.query = in.tensor<bf16>(3, query);
+  int64_t cache[3] = {};
+  c.proj = bind<const bf16>(in, {kAny, P}, "proj must be [M, P]", &c.M);
+  c.q_norm = bind<const bf16>(in, {QL}, "q_norm must be [QL]");
+  c.kv_norm = bind<const bf16>(in, {KL}, "kv_norm must be [KL]");
+  c.w_qb = bind<const bf16>(in, {H * kHeadRows, QL}, "w_qb must be [H * (NOPE + PE), QL]");
+  c.w_uk_t = bind<const bf16>(in, {H, NOPE, KL}, "w_uk_t must be [H, NOPE, KL]");
+  c.slot_mapping = bind<const int64_t>(in, {c.M}, "slot_mapping must be [M]");
+  c.query = bind<bf16>(in, {c.M, H, ROW}, "query must be [M, H, ROW]");
   c.cache = in.tensor<bf16>(3, cache);
   c.eps = in.real();
-  const int32_t threads = int32_t(in.integer());
-  const int64_t form = in.integer();
-  c.walk.in_flight = int(in.integer());
-  c.walk.prefetch = in.integer() != 0;
+  const gemm::Tunables tunables(in);
+  c.walk = tunables.walk;
+  if (cache[2] != ROW) in.fail("kv_cache must be [pages, page, ROW]");
   if (in.finish()) return -1;
-  c.M = proj[0];
-  if (proj[1] != P || w_qb[0] != H * kHeadRows || w_qb[1] != QL || w_uk_t[0] != H || w_uk_t[1] != NOPE || w_uk_t[2] != KL ||
-      mapping[0] != c.M || query[0] != c.M || query[1] != H || query[2] != ROW || cache[2] != ROW)
-    in.fail("shapes differ from the geometry this kernel was built for");
-  else if (threads < 1 || form < 0 || form > 1 || c.walk.in_flight < 1) in.fail("tunables: value not declared in cpu.toml");
-  else if (const char* why = check(c, cache[0] * cache[1])) in.fail(why);
+  if (const char* why = check(c, cache[0] * cache[1])) in.fail(why);
   else if (int64_t(sizeof(Shared)) + ctx->max_workers * int64_t(sizeof(Workspace)) > ctx->scratch_bytes)
     in.fail("scratch too small for the workers");
   if (in.finish()) return -1;
-  parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
+  parallel(ctx, tunables.threads, [&](int32_t worker, int32_t workers) {
     const gemm::Team team{ctx, worker, workers};
     Shared& shared = *static_cast<Shared*>(ctx->scratch);
     Workspace& w = reinterpret_cast<Workspace*>(&shared + 1)[worker];
-    form == 0 ? run<gemm::Rows>(c, team, shared, w) : run<gemm::Panels>(c, team, shared, w);
+    tunables.packed ? run<gemm::Panels>(c, team, shared, w) : run<gemm::Rows>(c, team, shared, w);
   });
   return 0;
 }

@@ -3,10 +3,8 @@
 // Workers share the 16-row tiles of W_UV over all heads and meet nowhere: each merges, for the heads of its own tiles, the
 // latent rows it needs into its own scratch. That repeats a little work when two workers share a head and saves a barrier.
 // Blocks of up to 64 tokens share one pass over the weights.
-#include "k3_cpu.h"
-
 #include "common/attention.h"
-#include "common/gemm.h"
+#include "common/bind.h"
 
 namespace {
 
@@ -27,7 +25,7 @@ struct Call {
 };
 
 // Temporary memory of one worker.
-struct Workspace {
+struct alignas(64) Workspace {
   bf16 latent[gemm::kMaxTokens * KL];
   bf16 acts[gemm::kMaxTokens * KL];
   float tile[kTile * kTile];
@@ -91,7 +89,7 @@ void head_tiles(const Call& c, int64_t h, gemm::Range tiles, int64_t m0, int tok
 
 template <class Form>
 void run(const Call& c, const gemm::Team& team, Workspace& w) {
-  const gemm::MatrixUnit unit;
+  const gemm::MatrixUnit<Form> unit;
   const gemm::Range mine = team.share(H * kTiles);
   for (int64_t m0 = 0; m0 < c.M; m0 += gemm::kMaxTokens) {
     const int tokens = int(c.M - m0 < gemm::kMaxTokens ? c.M - m0 : gemm::kMaxTokens);
@@ -108,32 +106,27 @@ void run(const Call& c, const gemm::Team& team, Workspace& w) {
 K3_EXPORT(mla_value) {
   Args in(args, num_args, result);
   const K3Context* ctx = in.context();
-  int64_t partial[4] = {}, lse[3] = {}, proj[2] = {}, w_uv[3] = {}, out[2] = {};
   Call c{};
-  c.partial = in.tensor<bf16>(4, partial);
-  c.lse = in.tensor<float>(3, lse);
-  c.proj = in.tensor<bf16>(2, proj);
-  c.w_uv = in.tensor<bf16>(3, w_uv);
-  c.out = in.tensor<bf16>(2, out);
-  c.gate_offset = in.integer();
-  const int32_t threads = int32_t(in.integer());
-  const int64_t form = in.integer();
-  c.walk.in_flight = int(in.integer());
-  c.walk.prefetch = in.integer() != 0;
-  if (in.finish()) return -1;
+  int64_t partial[4] = {};
+  c.partial = in.tensor<const bf16>(4, partial);
   c.shards = partial[0];
   c.M = partial[1];
-  if (partial[2] != H || partial[3] != KL || lse[0] != c.shards || lse[1] != c.M || proj[0] != c.M || proj[1] != P || w_uv[1] != V ||
-      out[0] != c.M || out[1] != W)
-    in.fail("shapes differ from the geometry this kernel was built for");
-  else if (c.gate_offset < 0 || c.gate_offset + W > P) in.fail("gate_offset: gate lies outside the projection row");
-  else if (threads < 1 || form < 0 || form > 1 || c.walk.in_flight < 1) in.fail("tunables: value not declared in cpu.toml");
-  else if (ctx->max_workers * int64_t(sizeof(Workspace)) > ctx->scratch_bytes) in.fail("scratch too small for the workers");
+  c.lse = bind<const float>(in, {c.shards, c.M, H}, "lse must be [shards, M, H]");
+  c.proj = bind<const bf16>(in, {c.M, P}, "proj must be [M, P]");
+  c.w_uv = bind<const bf16>(in, {H, V, KL}, "w_uv must be [H, V, KL]");
+  c.out = bind<bf16>(in, {c.M, W}, "out must be [M, W]");
+  c.gate_offset = in.integer();
+  const gemm::Tunables tunables(in);
+  c.walk = tunables.walk;
+  if (partial[2] != H || partial[3] != KL) in.fail("partial must be [shards, M, H, KL]");
+  if (c.gate_offset < 0 || c.gate_offset + W > P) in.fail("gate_offset: gate lies outside the projection row");
   if (in.finish()) return -1;
-  parallel(ctx, threads, [&](int32_t worker, int32_t workers) {
+  if (ctx->max_workers * int64_t(sizeof(Workspace)) > ctx->scratch_bytes) in.fail("scratch too small for the workers");
+  if (in.finish()) return -1;
+  parallel(ctx, tunables.threads, [&](int32_t worker, int32_t workers) {
     const gemm::Team team{ctx, worker, workers};
     Workspace& w = static_cast<Workspace*>(ctx->scratch)[worker];
-    form == 0 ? run<gemm::Rows>(c, team, w) : run<gemm::Panels>(c, team, w);
+    tunables.packed ? run<gemm::Panels>(c, team, w) : run<gemm::Rows>(c, team, w);
   });
   return 0;
 }

@@ -173,6 +173,21 @@ def test_helpers_sleep_between_replays(kernel: LoadedOp, built: Artifact) -> Non
     second.close()
 
 
+def test_helpers_keep_off_the_callers_cpu(kernel: LoadedOp, built: Artifact) -> None:
+    """On a busy machine caller and helper share one CPU and every region costs a time slice."""
+    mine = os.sched_getaffinity(0)
+    before = {int(task.name) for task in Path("/proc/self/task").iterdir()}
+    pool = runtime(built.path.parent).pool(2)
+    (helper,) = {int(task.name) for task in Path("/proc/self/task").iterdir()} - before
+    for _ in range(20):
+        kernel(pool, _tensors(), ATTRS, rows=4, tunables={"workers": 2, "mode": 0})
+    allowed = os.sched_getaffinity(helper)
+    assert allowed <= mine
+    assert len(allowed) == max(len(mine) - 1, 1)
+    assert os.sched_getaffinity(0) == mine
+    pool.close()
+
+
 def test_list_replays_in_order_sees_new_contents_and_counts(kernel: LoadedOp, pool: Pool) -> None:
     """A replay skips a launch, uses stale contents, or counts what did not run."""
     counts = np.zeros(3, dtype=np.int64)

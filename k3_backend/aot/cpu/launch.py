@@ -107,7 +107,8 @@ class Runtime:
 class Pool:
     """Workers, launch context and scratch. One replay at a time; a second thread waits its turn.
 
-    Workers are not pinned. Helpers spin during a replay and for a bounded time after it, then sleep.
+    Helpers keep off the CPU on which the caller starts a replay; the caller's own affinity is never changed. They spin
+    during a replay and for a bounded time after it, then sleep.
     """
 
     def __init__(self, runtime: Runtime, threads: int, idle_spin_us: int) -> None:

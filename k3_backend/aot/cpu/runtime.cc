@@ -3,7 +3,8 @@
 // Pool. The calling thread is worker 0; `threads - 1` helpers each own a mailbox. A dispatch stores body and closure,
 // then bumps `go` of the helpers it needs; they answer in `done`. Between regions helpers spin, outside a replay only
 // for `idle_spin_us`, then sleep on a futex so that an idle process burns nothing. While a replay is in progress they
-// never sleep (its gaps are microseconds), but yield when a wait gets long, so that a busy machine makes progress.
+// never sleep (its gaps are microseconds), but yield when a wait gets long, so that a busy machine makes progress. They
+// may run on any CPU that the caller may use except the one on which it started the replay.
 //
 // Replay. A launch list is an array of (kernel, packed arguments, counter). One native call runs it in order, stops at
 // the first error and counts each finished launch in the ledger. One replay at a time per pool (a lock).
@@ -30,8 +31,7 @@
 namespace {
 
 constexpr int kMaxThreads = 256;
-// A wait this long means that the awaited thread is probably not running. Two foreign busy processes on two cores: mean
-// replay of 72 two-worker regions 0.6 ms at 20 us, 2 ms at 100 us, 8 ms at 1 ms, 0.06 ms median for all of them.
+// A wait this long means that the awaited thread is probably not running (docs/decisions.md has the measurement).
 constexpr int64_t kYieldAfterNs = 20'000;
 constexpr int kPausesPerClock = 32;        // reading the clock costs about as much as one pause
 
@@ -70,6 +70,7 @@ struct alignas(64) Pool {
   K3Context context{};
   int32_t threads = 1;
   int64_t idle_spin_ns = 0;
+  int caller_cpu = -1;  // where the last replay started
   pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
   // Current region; published by the mailboxes' `go`.
   K3Body body = nullptr;
@@ -174,6 +175,20 @@ void pool_barrier(const K3Context* ctx) {
 void request_amx() {
   constexpr int kArchReqXcompPerm = 0x1023, kXtileData = 18;
   syscall(SYS_arch_prctl, kArchReqXcompPerm, kXtileData);
+}
+
+// Keeps helpers off the caller's CPU. Left alone, a kernel with one busy foreign process puts caller and helper on the
+// same CPU, and every region then costs two yields. Looked up per replay, because the caller is free to move; its own
+// affinity is never touched, and with too few CPUs for one each the helpers stay where they are.
+void place_helpers(Pool& pool) {
+  const int cpu = sched_getcpu();
+  if (cpu == pool.caller_cpu || cpu < 0) return;
+  pool.caller_cpu = cpu;
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed)) return;
+  CPU_CLR(cpu, &allowed);
+  if (CPU_COUNT(&allowed) < pool.threads - 1) return;
+  for (int32_t w = 1; w < pool.threads; ++w) pthread_setaffinity_np(pool.boxes[w].thread, sizeof(allowed), &allowed);
 }
 
 void stop_helpers(Pool* pool, int32_t started) {
@@ -282,6 +297,7 @@ K3_RUNTIME_EXPORT K3Context* k3_pool_context(Pool* pool) { return &pool->context
 K3_RUNTIME_EXPORT int64_t k3_replay(Pool* pool, const K3Launch* launches, int64_t count, int64_t* times_ns, char* error,
                                     int64_t error_capacity) {
   pthread_mutex_lock(&pool->lock);
+  if (pool->threads > 1) place_helpers(*pool);
   pool->active.store(true, std::memory_order_seq_cst);
   for (int32_t w = 1; w < pool->threads; ++w) wake_if_asleep(pool->boxes[w]);
   int64_t failed = -1;

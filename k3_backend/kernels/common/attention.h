@@ -75,6 +75,19 @@ K3_INLINE void load_columns4(const float* p, vf (&column)[4]) {
 #endif
 }
 
+#if defined(__AVX512BW__)
+// Two neighbouring rows of bf16 as pairs (first, second) of their even and of their odd columns: what the second operand of
+// an AMX product takes, in an order that `pair` undoes.
+struct RowPairs {
+  vb even, odd;
+};
+K3_INLINE RowPairs interleave(vb first, vb second) {
+  constexpr __mmask32 kUpper = 0xaaaaaaaa;
+  return {_mm512_mask_mov_epi16(first, kUpper, _mm512_slli_epi32(second, 16)),
+          _mm512_mask_mov_epi16(_mm512_srli_epi32(first, 16), kUpper, second)};
+}
+#endif
+
 K3_INLINE vf exp2(vf x) { return exp(x * set1(0.693147181f)); }
 
 K3_INLINE void prefetch_lines(const void* p, int64_t bytes) {

@@ -180,7 +180,6 @@ struct MatrixForm {
 
   // Columns [d, d + 64) of 32 rows as four second operands: even and odd columns of [d, d + 32), then of the next 32.
   static void interleave(Workspace& w, const RowTile& tile, int64_t step, int d) {
-    constexpr __mmask32 kUpper = 0xaaaaaaaa;
     bf16* to = w.pairs + step * 4 * kTile * 32;
     for (int i = 0; i < kTile; ++i) {
       const int64_t r = step * kRowsOfStep + 2 * i;
@@ -189,11 +188,9 @@ struct MatrixForm {
         __builtin_prefetch(tile.ahead[r + 1] + kLatePrefetch + d / 2, 0, 2);
       }
       for (int half = 0; half < 2; ++half) {
-        const vb x = load_pairs(tile.rows[r] + d + half * 32), y = load_pairs(tile.rows[r + 1] + d + half * 32);
-        const vb evens = _mm512_mask_mov_epi16(x, kUpper, _mm512_slli_epi32(y, 16));
-        const vb odds = _mm512_mask_mov_epi16(_mm512_srli_epi32(x, 16), kUpper, y);
-        _mm512_storeu_si512(to + (half * 2) * kTile * 32 + i * 32, evens);
-        _mm512_storeu_si512(to + (half * 2 + 1) * kTile * 32 + i * 32, odds);
+        const RowPairs x = k3::interleave(load_pairs(tile.rows[r] + d + half * 32), load_pairs(tile.rows[r + 1] + d + half * 32));
+        _mm512_storeu_si512(to + (half * 2) * kTile * 32 + i * 32, x.even);
+        _mm512_storeu_si512(to + (half * 2 + 1) * kTile * 32 + i * 32, x.odd);
       }
     }
   }

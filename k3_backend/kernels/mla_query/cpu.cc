@@ -2,8 +2,8 @@
 //
 // Two phases over blocks of up to 64 tokens, with a barrier between them. First the workers share the 16-row tiles of W_qb
 // (each norms the few q_a rows for itself) and the cache rows. Then they share the columns of W_UK, which is stored with
-// its output columns contiguous: a row is split into even and odd fp32 lanes and added, weighted by one element of q_nope,
-// to the accumulators of several tokens.
+// its output columns contiguous: in vector lanes, a row is split into even and odd fp32 lanes and added, weighted by one
+// element of q_nope, to the accumulators of several tokens; on AMX tiles, pairs of rows are interleaved once for all tokens.
 #include "common/attention.h"
 #include "common/bind.h"
 
@@ -33,13 +33,24 @@ struct Call {
   gemm::Walk walk;
 };
 
+// Tokens from which on AMX tiles absorb faster than vector lanes, where the level has them.
+#if defined(__AMX_BF16__)
+constexpr int kMatrixTokens = NOPE % 32 == 0 ? 4 : gemm::kMaxTokens + 1;
+#else
+constexpr int kMatrixTokens = gemm::kMaxTokens + 1;
+#endif
+
 // Temporary memory: one part shared by the workers, one each.
 struct alignas(64) Shared {
-  float q_nope[H * gemm::kMaxTokens * NOPE];  // [H][token][NOPE], rounded to bf16
+  // [H][token][NOPE], in fp32 for vector lanes, else in bf16; the values are bf16 in both.
+  float lanes[H * gemm::kMaxTokens * NOPE];
+  bf16 tiles[H * gemm::kMaxTokens * NOPE];
 };
 struct alignas(64) Workspace {
   bf16 c[gemm::kMaxTokens * QL];
   bf16 acts[gemm::kMaxTokens * QL];
+  bf16 pairs[kMatrixTokens <= gemm::kMaxTokens ? NOPE * 64 : 1];  // W_UK rows of 64 columns: [step][4][16][32]
+  gemm::Tile products[4];
   float tile[kTile * kTile];
 };
 
@@ -65,19 +76,20 @@ void insert_rows(const Call& c, Range rows) {
 // q = bf16(W_qb rms(q_a)): the pe part goes straight into the query rows, the nope part into `shared`.
 template <class Form>
 void up_project(const Call& c, const gemm::Team& team, int64_t m0, int tokens, Shared& shared, Workspace& w) {
+  const gemm::MatrixUnit<Form> unit;
   for (int m = 0; m < tokens; ++m) rms_norm<QL>(c.proj + (m0 + m) * P, c.q_norm, c.eps, w.c + m * QL);
   const gemm::Team alone{nullptr, 0, 1};
   const bf16* acts = Form::stage(alone, w.c, tokens, QL, w.acts);
   const auto place = [&](int64_t t, int p, const gemm::Tile* tile, int valid) {
-    const int64_t h = t * kTile / kHeadRows, n = t * kTile % kHeadRows;
+    const int64_t h = t * kTile / kHeadRows, n = t * kTile % kHeadRows, at = (h * gemm::kMaxTokens + p * kTile) * NOPE + n;
     if (n >= NOPE) {
       Form::store_bf16(*tile, c.query + ((m0 + p * kTile) * H + h) * ROW + KL + n - NOPE, H * ROW, valid);
-      return;
-    }
-    Form::store_f32(*tile, valid, [&](int m) { return w.tile + m * kTile; });
-    for (int m = 0; m < valid; ++m) {
-      float* to = shared.q_nope + (h * gemm::kMaxTokens + p * kTile + m) * NOPE + n;
-      for (int j = 0; j < kTile; j += kLanes) store(to + j, round_bf16(load(w.tile + m * kTile + j)));
+    } else if (tokens >= kMatrixTokens) {
+      Form::store_bf16(*tile, shared.tiles + at, NOPE, valid);
+    } else {
+      Form::store_f32(*tile, valid, [&](int m) { return w.tile + m * kTile; });
+      for (int m = 0; m < valid; ++m)
+        for (int j = 0; j < kTile; j += kLanes) store(shared.lanes + at + m * NOPE + j, round_bf16(load(w.tile + m * kTile + j)));
     }
   };
   gemm::for_tiles<1, Form>(gemm::Weights{c.w_qb, QL}, team.share(H * kHeadRows / kTile), c.walk, QL, acts, tokens, place);
@@ -110,29 +122,82 @@ void absorb(const float* q_nope, const bf16* w, bf16* out) {
   }
 }
 
-void absorb_units(const Call& c, Range units, int64_t m0, int tokens, const Shared& shared) {
+#if defined(__AMX_BF16__)
+// Columns [0, kUnitColumns) of q_nope W_UK for all tokens. Registers: 0..3 products (even and odd columns of two times 32), 4
+// tokens, 6 and 7 pairs of rows. Rows of absent tokens are computed from whatever lies there and not stored.
+void absorb_tiles(const bf16* q_nope, const bf16* weights, bf16* out, int tokens, Workspace& w) {
+  const gemm::MatrixUnit<gemm::Panels> unit;
+  constexpr int kOperand = kTile * 32;
+  for (int first = 0; first < kUnitColumns; first += 64) {
+    for (int n = 0; n < NOPE; n += 2)
+      for (int half = 0; half < 2; ++half) {
+        const bf16* row = weights + n * KL + first + half * 32;
+        const RowPairs x = interleave(load_pairs(row), load_pairs(row + KL));
+        bf16* to = w.pairs + (n / 32 * 4 + half * 2) * kOperand + n % 32 * kTile;
+        _mm512_storeu_si512(to, x.even);
+        _mm512_storeu_si512(to + kOperand, x.odd);
+      }
+    for (int m = 0; m < tokens; m += kTile) {
+      __atomic_signal_fence(__ATOMIC_SEQ_CST);  // the tile intrinsics do not tell the compiler which memory they use
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int n = 0; n < NOPE; n += 32) {
+        const bf16* pairs = w.pairs + n / 32 * 4 * kOperand;
+        _tile_loadd(4, q_nope + m * NOPE + n, NOPE * long(sizeof(bf16)));
+        _tile_loadd(6, pairs, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, pairs + kOperand, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, pairs + 2 * kOperand, 64);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, pairs + 3 * kOperand, 64);
+        _tile_dpbf16ps(3, 4, 7);
+      }
+      _tile_stored(0, w.products[0].v, 64);
+      _tile_stored(1, w.products[1].v, 64);
+      _tile_stored(2, w.products[2].v, 64);
+      _tile_stored(3, w.products[3].v, 64);
+      __atomic_signal_fence(__ATOMIC_SEQ_CST);
+      for (int i = 0; i < kTile && m + i < tokens; ++i)
+        for (int half = 0; half < 2; ++half) {
+          const float *even = w.products[2 * half].v + i * kTile, *odd = w.products[2 * half + 1].v + i * kTile;
+          _mm512_storeu_si512(out + (m + i) * H * ROW + first + half * 32, pair(load(even), load(odd)));
+        }
+    }
+  }
+}
+#endif
+
+void absorb_units(const Call& c, Range units, int64_t m0, int tokens, const Shared& shared, Workspace& w) {
   for (int64_t unit = units.begin; unit < units.end; ++unit) {
-    const int64_t h = unit / kUnits, column = unit % kUnits * kUnitColumns;
-    const bf16* w = c.w_uk_t + h * NOPE * KL + column;
-    const float* q_nope = shared.q_nope + h * gemm::kMaxTokens * NOPE;
+    const int64_t h = unit / kUnits, column = unit % kUnits * kUnitColumns, tokens_of_head = h * gemm::kMaxTokens * NOPE;
+    const bf16* weights = c.w_uk_t + h * NOPE * KL + column;
     bf16* out = c.query + (m0 * H + h) * ROW + column;
+#if defined(__AMX_BF16__)
+    if (tokens >= kMatrixTokens) {
+      absorb_tiles(shared.tiles + tokens_of_head, weights, out, tokens, w);
+      continue;
+    }
+#endif
+    const float* q_nope = shared.lanes + tokens_of_head;
     int m = 0;
-    for (; m + 4 <= tokens; m += 4) absorb<4>(q_nope + m * NOPE, w, out + m * H * ROW);
-    if (m + 2 <= tokens) absorb<2>(q_nope + m * NOPE, w, out + m * H * ROW), m += 2;
-    if (m < tokens) absorb<1>(q_nope + m * NOPE, w, out + m * H * ROW);
+    for (; m + 4 <= tokens; m += 4) absorb<4>(q_nope + m * NOPE, weights, out + m * H * ROW);
+    if (m + 2 <= tokens) absorb<2>(q_nope + m * NOPE, weights, out + m * H * ROW), m += 2;
+    if (m < tokens) absorb<1>(q_nope + m * NOPE, weights, out + m * H * ROW);
   }
 }
 
 template <class Form>
 void run(const Call& c, const gemm::Team& team, Shared& shared, Workspace& w) {
-  const gemm::MatrixUnit<Form> unit;
   insert_rows(c, share(c.M, team.worker, team.workers));
   for (int64_t m0 = 0; m0 < c.M; m0 += gemm::kMaxTokens) {
     const int tokens = int(c.M - m0 < gemm::kMaxTokens ? c.M - m0 : gemm::kMaxTokens);
     if (m0 > 0) team.barrier();  // the block before may still be reading q_nope
     up_project<Form>(c, team, m0, tokens, shared, w);
     team.barrier();
-    absorb_units(c, share(H * kUnits, team.worker, team.workers), m0, tokens, shared);
+    absorb_units(c, share(H * kUnits, team.worker, team.workers), m0, tokens, shared, w);
   }
 }
 

@@ -18,6 +18,7 @@ from k3_backend.aot.cpu.host import best_arch, runnable_archs
 from k3_backend.aot.manifest import Artifact
 from k3_backend.geometry import geometry
 from tests.hostile.kernels import faults
+from verify.context import Arms, GateContext
 from verify.evaluator.execute import run_case
 from verify.evaluator.inputs import Case
 from verify.evaluator.worker import ArmSpec, Worker
@@ -108,3 +109,27 @@ def checkout_bench(factory: pytest.TempPathFactory, name: str, *, plain: bool) -
         (repo / "build").symlink_to(ROOT / "build")
     commit_all(repo)
     return Bench(Repository(repo), root / "scratch")
+
+
+def plain_context(bench: Bench, folder: Path, *, max_rows: int = 512, batches: tuple[int, ...] = (1,)) -> GateContext:
+    """A context past the build gate whose candidate is the plain kernel for k3-nano, in the smallest possible tier."""
+    nano = geometry("k3-nano")
+    kernels = folder / "kernels" / "kda_decode"
+    kernels.mkdir(parents=True)
+    (kernels / "cpu.cc").write_text(faults.PLAIN)
+    (kernels / "cpu.toml").write_text(faults.DECLARATIONS)
+    schedules = folder / "schedules"
+    (schedules / "cpu" / nano.name).mkdir(parents=True)
+    (schedules / "cpu" / nano.name / "kda_decode.toml").write_text(
+        f"version = 1\n\n[[bucket]]\nmax_rows = {max_rows}\nfault = 0\n"
+    )
+    artifacts = {"kda_decode": build("kda_decode", ARCH, nano, folder / "kernels", folder / "artifacts")}
+    runtime = build_runtime(folder / "artifacts")
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    context = bench.context(bench.commit({"k3_backend/kernels/kda_decode/cpu.cc": faults.PLAIN}), export=False)
+    context.base_tree = ROOT
+    context.target = context.target.model_copy(update={"batches": (1, 2)})
+    context.tier = context.tier.model_copy(update={"batches": batches, "kernel_cases": 1})
+    context.arms = Arms(artifacts, schedules, artifacts, schedules, runtime)
+    return context

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from measured_fixtures import PICO, build_faults, codes, fault_batch, line_of, started
+from gate_fixtures import SETTINGS, make_bench
+from measured_fixtures import PICO, ROOT, build_faults, codes, fault_batch, line_of, plain_context, started
 
 from harness import sandbox
+from harness.records import Outcome
 from k3_backend.aot.manifest import Artifact
-from tests.hostile.kernels.faults import FAULTS, Fault
+from tests.hostile.kernels.faults import FAULTS, PLAIN, Fault
+from verify.context import Arms
 from verify.evaluator import execute
+from verify.evaluator.contention import Competitors
 from verify.evaluator.inputs import Case, kinds
+from verify.evaluator.plan import Planned
 from verify.evaluator.receipts import receipts
-from verify.evaluator.worker import Worker, WorkerCrashed, WorkerTimeout
+from verify.evaluator.replay import replay_case
+from verify.evaluator.worker import ArmSpec, Worker, WorkerCrashed, WorkerTimeout
+from verify.gates import kernels, path
 from verify.protocol.kernels import PROTOCOL_ID, case_fails, decide
 
 _REASON = sandbox.unavailable()
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=_REASON.message if _REASON else "")
 
+KERNEL = "k3_backend/kernels/kda_decode/cpu.cc"
 Built = tuple[dict[str, Artifact], Path]
 
 
@@ -112,6 +122,81 @@ def test_receipts_name_the_mapped_objects(worker: Worker, built: Built, tmp_path
     for file in artifacts["kda_decode"].path.iterdir():
         (copied / file.name).write_bytes(file.read_bytes())
     assert receipts(worker.tasks(), {"kda_decode": Artifact.read(copied)})["kda_decode"]["mapped"] is None
+
+
+def test_a_stored_case_can_be_run_again(worker: Worker, built: Built, tmp_path: Path) -> None:
+    """Evidence whose seed does not bring the finding back."""
+    fault = next(f for f in FAULTS if f.name == "layout")
+    line = line_of(worker, fault_case(fault))
+    planned = Planned(fault_case(fault), contended=False).to_json()
+    arm = ArmSpec("specialized", {op: artifact.path for op, artifact in built[0].items()}, built[1])
+    again = replay_case(planned, arm, base_tree=ROOT, run_dir=tmp_path)
+    assert again["inputs_sha256"] == line["inputs_sha256"]
+    assert again["values"] == line["values"]
+    assert codes(again) == codes(line)
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_gate_plans_runs_records_and_resumes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A gate that skips its plan, forgets lines, or draws new cases for a candidate it has begun to judge."""
+    bench = make_bench(tmp_path_factory, "kernels-gate")
+    context = plain_context(bench, tmp_path_factory.mktemp("kernels-arms"))
+    result = kernels.run(context)
+    assert result.outcome is Outcome.PASSED, result.reasons
+    lines = context.evidence.lines("kernels")
+    assert lines[0]["ops"] == ["kda_decode"]
+    assert {line["class"] for line in lines if line["kind"] == "case"} == set(kinds("kda_decode"))
+    assert result.detail["ops"]["kda_decode"]["worst_share"] < 1.0
+    assert kernels.run(context).outcome is Outcome.PASSED
+    assert context.evidence.lines("kernels") == lines
+    assert context.arms is not None
+    other = replace(context.arms.candidate["kda_decode"], files={"kda_decode.so": "0" * 64})
+    context.arms = replace(context.arms, candidate={"kda_decode": other})
+    assert kernels.run(context).reasons[0].code == "kernels.internal_error"
+
+
+def test_what_cannot_be_run_is_not_evaluated(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A gate that passes without artifacts or on another kind of machine."""
+    bench = make_bench(tmp_path_factory, "kernels-none")
+    context = bench.context(bench.commit({KERNEL: PLAIN}), export=False)
+    for gate, name in ((kernels, "kernels"), (path, "path")):
+        assert [r.code for r in gate.run(context).reasons] == [f"{name}.no_artifacts"]
+        elsewhere = bench.context(bench.commit({KERNEL: PLAIN}), target="gb300", export=False)
+        result = gate.run(elsewhere)
+        assert (result.outcome, result.reasons[0].code) == (Outcome.NOT_EVALUATED, f"{name}.device")
+
+
+def test_only_what_changed_is_run_but_never_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """An op whose kernel, schedule or shared header changed and that is not run."""
+    bench = make_bench(tmp_path_factory, "kernels-changed")
+    schedule = "k3_backend/schedules/cpu/k3-nano/attn_res.toml"
+    both, fake = ("attn_res", "kda_decode"), cast("Artifact", None)
+
+    def changed(files: dict[str, str], tier: str = "smoke") -> tuple[str, ...]:
+        context = bench.context(bench.commit(files), export=False)
+        context.tier = SETTINGS.tier(tier)
+        context.arms = Arms(dict.fromkeys(both, fake), Path(), {}, Path(), fake)
+        return kernels.changed_ops(context)
+
+    assert changed({KERNEL: PLAIN}) == ("kda_decode",)
+    assert changed({schedule: "version = 1\n"}) == ("attn_res",)
+    assert changed({"k3_backend/kernels/common/scale.h": "#pragma once\n"}) == both
+    assert changed({"k3_backend/schedules/cpu/k3-pico/attn_res.toml": "version = 1\n"}) == both
+    assert changed({KERNEL: PLAIN}, tier="full") == both
+
+
+def test_competitors_spin_only_while_asked_to() -> None:
+    """Processes that load the machine after the case, or after the gate."""
+    with Competitors() as competitors:
+        pids = [process.pid for process in competitors._processes]
+        with competitors.busy():
+            states = {Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] for pid in pids}
+            assert "T" not in states
+        time.sleep(0.05)
+        assert {Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] for pid in pids} == {"T"}
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 # --- the decision -----------------------------------------------------------------------------------------------------

@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from measured_fixtures import ARCH, PICO, ROOT
+from gate_fixtures import make_bench
+from measured_fixtures import ARCH, PICO, ROOT, plain_context
 
 from harness import sandbox
+from harness.records import Outcome
 from k3_backend.aot.build import build, build_runtime
 from k3_backend.model.program import decode_program
 from tests.hostile.kernels.faults import DECLARATIONS, PLAIN
 from verify.evaluator.steps import draw_chain, ownership, reference_steps, standard_steps
 from verify.evaluator.walk import distance, walk
 from verify.evaluator.worker import ArmSpec, Worker
+from verify.gates import path as gate
 from verify.protocol.path import MEASURES, PROTOCOL_ID, decide, step_exceeds, step_tolerance
 from verify.workers.path_model import path_model
 
@@ -133,6 +136,24 @@ def test_foreign_state_is_watched(worker: Worker, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "batch_json", redirected)
     found = walked(worker, "off")
     assert found["changed_pools"] == sorted(f"state.{layer}" for layer in PICO.kda_layers)
+
+
+@needs_sandbox
+def test_the_gate_runs_its_plan_and_fails_on_fallbacks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A gate that passes while every step takes the standard path, or that plans anew after an interruption."""
+    bench = make_bench(tmp_path_factory, "path-gate")
+    context = plain_context(bench, tmp_path_factory.mktemp("path-arms"))
+    result = gate.run(context)
+    assert result.outcome is Outcome.FAILED
+    assert {reason.code for reason in result.reasons} == {"path.fallback"}
+    lines = context.evidence.lines("path")
+    kinds = [line["kind"] for line in lines]
+    assert (kinds.count("tolerance"), kinds.count("load"), kinds.count("watermark")) == (1, 1, 1)
+    assert {(1, 1), (1, 2), (1, 4), (1, 8)} <= {
+        (line["batch"], line["tokens"]) for line in lines if line["kind"] == "cell"
+    }
+    gate.run(context)
+    assert context.evidence.lines("path") == lines
 
 
 # --- the decision -----------------------------------------------------------------------------------------------------

@@ -81,7 +81,10 @@ def kernels(session: Session) -> KernelSet:
 
 
 def spoil(session: Session, op: str) -> None:
-    """Make an op's results deliberately wrong from now on. Steps and calls bound before keep the honest entry."""
+    """Make an op's results deliberately wrong in every launch list that is replayed for the first time from now on.
+
+    A list packs its entries at its first replay and keeps them.
+    """
     area = _loaded(session)
     loaded = area.kernels[op]
     honest = _Entry(area.honest[op])
@@ -102,7 +105,7 @@ def spoil(session: Session, op: str) -> None:
 
 
 def unspoil(session: Session, op: str) -> None:
-    """Use the honest entry again for what is bound from now on. The wrapper stays alive for what was bound before."""
+    """Use the honest entry again for lists not replayed yet. The wrapper lives on for those that hold it."""
     area = _loaded(session)
     _set_entry(area.kernels[op], area.honest[op])
 

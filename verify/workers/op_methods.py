@@ -118,7 +118,7 @@ def release(session: Session) -> dict[str, Any]:
 
 
 def spoil(session: Session, *, op: str, on: bool) -> dict[str, Any]:
-    """Make an op deliberately wrong for what is bound from now on, or honest again (see `verify.workers.arm`)."""
+    """Make an op deliberately wrong for calls first replayed from now on, or honest again: see `verify.workers.arm`."""
     from verify.workers import arm
 
     (arm.spoil if on else arm.unspoil)(session, op)

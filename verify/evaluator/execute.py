@@ -3,8 +3,8 @@
 Sequence of a case, all at the same addresses: first call among NaN poison; second call with the same inputs among
 finite poison; replay with one changed element and replay with all contents changed (outputs keep the previous results,
 so a call that returns remembered ones shows); and, with more than one thread, the first inputs again under random
-delays of the workers. Reference and standard path
-run here, on clean copies that the worker never sees. Deciding is `verify.protocol.kernels`.
+delays of the workers. Reference and standard path run here, on clean copies that the worker never sees. Deciding is
+`verify.protocol.kernels`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ NUDGED_ROWS = 32
 
 LATE_RUNS = 3
 """Runs with random delays of the workers, each with other delays."""
+
 _ROW_DIMS = {"state": 2}
 """Tensors whose rows are matrices."""
 _SCORE_ULPS = 2.0**-22

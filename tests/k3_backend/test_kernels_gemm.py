@@ -82,7 +82,8 @@ def test_every_declared_tunable_value_is_right(op: str, geometry_name: str, arch
     loaded = kernel(op, geometry_name, arch)
     for rows, seed in ((1, 0), (5, 1), (19, 2), (50, 3)):
         case = case_of(op, geometry(geometry_name), rows, seed)
-        want, seen = expected(case), {}
+        want = expected(case)
+        seen: dict[int, dict[str, Tensor]] = {}
         for point in points(loaded):
             got = call(loaded, pool, case, point)
             if point["form"] not in seen:

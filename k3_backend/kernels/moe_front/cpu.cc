@@ -2,8 +2,8 @@
 //
 // logits = W_gate x, fp32, never rounded; s = sigmoid(logits); chosen = the k largest of s + bias, ties to the lower
 // id, NaN last; w_e = scale s_e / (sum of chosen s + 1e-20); latent = bf16(W_down x).
-// Shapes: x bf16 [M, D] activation; w_gate bf16 [E, D], bias f32 [E], w_down bf16 [L, D] constants; topk_ids i32 [M, k],
-// topk_weights f32 [M, k], latent bf16 [M, L] outputs; D = hidden, E = experts, L = latent.
+// Shapes: x bf16 [M, D] activation; w_gate bf16 [E, D], bias f32 [E], w_down bf16 [L, D] constants; outputs
+// topk_ids i32 [M, k], topk_weights f32 [M, k], latent bf16 [M, L]; D = hidden, E = experts, L = latent.
 // Policy: router and down projection are one list of row tiles, router first, split over the workers. With one router
 // tile the worker that made it selects at once, with one token per vector lane, while the others go on with the
 // projection; a router of several tiles needs a barrier first, and then all workers select.

@@ -27,7 +27,7 @@ class ArmTiming(Record):
 
 
 class PairedRatio(Record):
-    """The specialised arm against the better of the peers, from neighbouring legs."""
+    """The specialised arm against the better of the peers, from neighbouring slices."""
 
     against: str
     """The peer with the lower median."""

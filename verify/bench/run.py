@@ -1,14 +1,13 @@
 """The library behind `fasttrack bench`: the specialised path against eager torch and torch.compile, paired in one run.
 
 For people who tune: the kernels of the working tree are taken as they are, all arms live through the whole run in one
-process each, and every repeat runs all arms one after the other, forwards and backwards in turns. That pairs arms
-against drift; it does not average over processes as the perf gate does, and it decides nothing.
+process each, and every repeat runs a short slice of all arms one after the other, forwards and backwards in turns. That
+pairs arms against drift; it does not average over processes as the perf gate does, and it decides nothing.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,13 +29,15 @@ from verify.bench.ceilings import measure_ceilings
 from verify.bench.records import ArmTiming, BenchCell, BenchReport, PairedRatio
 from verify.bench.traffic import cell_traffic
 from verify.evaluator.worker import ArmSpec
+from verify.gates.perf.campaign import calls_for
 from verify.gates.perf.sampler import ArmFault, Block
 from verify.gates.perf.workers import WorkerSampler
 from verify.protocol.bounds import bounds
 from verify.protocol.floors import Ceilings, floor, merge
-from verify.protocol.perf_plan import MIN_LEG_NS, CellPlan, Claim
+from verify.protocol.perf_data import midmean
+from verify.protocol.perf_plan import CellPlan, Claim
 
-__all__ = ["MIN_REPEATS", "PEERS", "THREADS", "bench", "specialized_arm"]
+__all__ = ["MIN_REPEATS", "PEERS", "SLICE_NS", "THREADS", "bench", "specialized_arm"]
 
 PEERS: Mapping[str, str | None] = {
     "eager": None,
@@ -44,10 +45,12 @@ PEERS: Mapping[str, str | None] = {
     "compile-max-autotune": "max-autotune-no-cudagraphs",
 }
 """Peer -> mode of torch.compile; all of them run the standard path."""
-MIN_REPEATS = 8
+MIN_REPEATS = 24
+SLICE_NS = 10_000_000
+"""Least duration of a slice; one call of a slow arm takes longer."""
 THREADS = 2
 _SPECIALIZED = "specialized"
-_PROBE_NS = 5_000_000
+_PARTS = 8
 
 
 def bench(
@@ -72,7 +75,7 @@ def bench(
         batches: defaults to those of the pr tier.
         contexts: defaults to all of the target's; ignored by ops whose cost does not depend on it.
         peers: keys of `PEERS`, possibly none.
-        repeats: timed legs per arm and cell, at least `MIN_REPEATS`.
+        repeats: timed slices per arm and cell, at least `MIN_REPEATS`.
         progress: told about builds, compilations and cells.
 
     Raises:
@@ -172,29 +175,17 @@ class _Samples:
 
 
 def _measure(block: Block, cell: CellPlan, arms: Sequence[str], repeats: int) -> _Samples:
-    calls = {arm: block.fit(cell, _calls(block, cell, arm)) for arm in arms}
+    calls = {arm: block.fit(cell, calls_for(block, arm, cell, SLICE_NS)) for arm in arms}
     for arm in arms:
-        block.prepare(arm, cell, calls[arm])
-        block.leg(arm, cell, warm=1)
+        block.prepare(arm, cell, calls[arm], repeats)
+        block.reset(arm, cell)
     times: dict[str, list[float]] = {arm: [] for arm in arms}
     for repeat in range(repeats):
         for arm in arms if repeat % 2 == 0 else reversed(arms):
-            leg = block.leg(arm, cell, warm=max(1, calls[arm] // 10))
-            if arm == _SPECIALIZED and leg.standard:
-                raise ArmFault(arm, "error", f"{cell.key}: {leg.standard} calls took the standard path")
-            times[arm].append(leg.evaluator_ns / calls[arm])
+            times[arm].append(block.slice(arm, cell).evaluator_ns / calls[arm])
+    if _SPECIALIZED in arms and (fallen := block.paths(_SPECIALIZED, cell).standard):
+        raise ArmFault(_SPECIALIZED, "error", f"{cell.key}: {fallen} calls took the standard path")
     return _Samples(calls, times)
-
-
-def _calls(block: Block, cell: CellPlan, arm: str) -> int:
-    """Calls that fill a leg."""
-    calls = 1
-    while True:
-        block.prepare(arm, cell, calls)
-        taken = block.leg(arm, cell, warm=1).evaluator_ns
-        if taken >= _PROBE_NS:
-            return math.ceil(1.25 * MIN_LEG_NS * calls / taken)
-        calls = max(2 * calls, math.ceil(calls * _PROBE_NS / taken))
 
 
 def _report(cell: Cell, samples: _Samples, shape: Geometry, ceilings: Ceilings) -> BenchCell:
@@ -226,12 +217,15 @@ def _timing(arm: str, samples: _Samples, floor_ns: float) -> ArmTiming:
 
 
 def _ratio(samples: _Samples, arms: Sequence[ArmTiming]) -> PairedRatio | None:
-    """Against the peer with the lower median, with Student bounds over the paired log ratios."""
+    """Against the peer with the lower median: midmean of the paired log ratios, with Student bounds over eighths of the
+    repeats, since neighbouring repeats share the machine's moods.
+    """
     peers = [timing for timing in arms if timing.arm != _SPECIALIZED]
     if not peers:
         return None
     best = min(peers, key=lambda timing: timing.median_us)
     paired: Any = np.log(samples.times[best.arm]) - np.log(samples.times[_SPECIALIZED])
-    found = bounds(paired[None, :], 0.025)
+    parts = np.array([[midmean(part) for part in np.array_split(paired, _PARTS)]])
+    found = bounds(parts, 0.025)
     value, low, high = (float(np.exp(bound[0])) for bound in (found.mean, found.low, found.high))
     return PairedRatio(against=best.arm, value=value, low=low, high=high)

@@ -132,8 +132,9 @@ def state(lines: Sequence[Line]) -> State:
 
 
 def below_floor(lines: Sequence[Line]) -> bool:
-    """Whether some leg of the candidate lies below its floor by the ceilings measured so far. A gate then measures the
-    ceilings again before it believes that: a disturbed moment makes them too low.
+    """Whether some block of the candidate lies below its floor by the ceilings measured so far.
+
+    A gate then measures the ceilings again before it believes that: a disturbed moment makes them too low.
 
     Raises:
         PlanError, BlockError: as `state`.
@@ -320,6 +321,11 @@ def summarise(lines: Sequence[Line]) -> dict[str, Any]:
         for base in ("standard", "best")
     }
     shown = {base: bounds(v, _DISPLAY_ALPHA) if v.shape[1] >= 2 else None for base, v in values.items()}
+    measured = [data for data in datas if data.blocks]
+    typical = {
+        arm: np.concatenate([data.typical_ns(arm) for data in measured if arm in data.stage.arms])
+        for arm in (datas[0].stage.arms if measured else ())
+    }
     cells = []
     for at, cell in enumerate(plan.cells):
         against = {}
@@ -328,8 +334,7 @@ def summarise(lines: Sequence[Line]) -> dict[str, Any]:
             ratio, low, high = (None if value is None else math.exp(float(value)) for value in numbers)
             blocks = [math.exp(float(value)) for value in values[base][at]]
             against[base] = {"ratio": ratio, "low": low, "high": high, "word": words[base][at], "blocks": blocks}
-        legs = {arm: [d.legs[arm][:, at] for d in datas if arm in d.legs and d.blocks] for arm in datas[0].stage.arms}
-        medians = {arm: float(np.median(np.concatenate(t, axis=None))) / 1e3 for arm, t in legs.items() if t}
+        medians = {arm: float(np.median(times[:, at])) / 1e3 for arm, times in typical.items()}
         cells.append({"cell": dict(cell.cell), "against": against, "median_us": medians})
     return {"cells": cells, "note": _note(plan), "controls": list(_controls(plan, datas, rest))}
 
@@ -362,12 +367,13 @@ def _controls(plan: Plan, datas: Sequence[StageData], lines: Sequence[Line]) -> 
         yield "current best against itself", f"{math.exp(mean):.4f} ({math.exp(low):.4f}–{math.exp(high):.4f})"
     measured = [data for data in datas if data.blocks]
     for arm in ("standard", "candidate"):
-        shares = [(data.legs[arm] / data.worker_legs[arm] - 1).max() for data in measured]
-        if shares:
-            yield f"largest excess of the evaluator's clock, {arm}", f"{max(shares):.2%}"
+        if measured:
+            clocks = [data.clocks_ns(arm) for data in measured]
+            excess = np.concatenate([evaluator - own for evaluator, own in clocks])
+            yield f"evaluator's clock beyond the worker's, median slice, {arm}", f"{np.median(excess) / 1e3:.0f} µs"
     floors = floors_ns(plan, lines)
     if measured and floors is not None:
-        share = max(float(np.max(floors / data.legs["candidate"].min(axis=(0, 2, 3)))) for data in measured)
+        share = max(float(np.max(floors / data.typical_ns("candidate").min(axis=0))) for data in measured)
         yield "closest to a physical floor", f"{share:.0%} of it"
     loads = [line["load"] for line in of_kind(lines, "block")]
     if loads:

@@ -1,27 +1,54 @@
 """Raw performance lines as arrays, and everything that is wrong with them before any statistics.
 
-A `begin` line commits to a block's seed; the `block` line that follows reveals it, with every leg of every cell. A
-block counts only if it is complete, its legs came in the order that its seed dictates, and none was shorter than the
-protocol allows. Nothing is dropped for being slow, fast or noisy.
+A `begin` line commits to a block's seed; the `block` line that follows reveals it, with every slice of every cell. A
+block counts only if it is complete, its slices came in the order that its seed dictates, and they were as many and as
+long as the protocol demands. Nothing is dropped for being slow, fast or noisy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from verify.protocol.bounds import Floats
 from verify.protocol.decision import Line
-from verify.protocol.perf_plan import ARMS, MIN_LEG_NS, SWEEPS, Plan, Stage, block_order, leg_order, seed_digest
+from verify.protocol.perf_plan import (
+    MIN_ROUNDS,
+    MIN_SLICE_NS,
+    Plan,
+    Stage,
+    cell_order,
+    seed_digest,
+    slice_order,
+    standard_rounds,
+)
 
-__all__ = ["BlockError", "StageData", "block_values", "blocks_of", "interrupted", "stage_data"]
+__all__ = [
+    "BlockError", "StageData", "Visit", "blocks_of", "interrupted", "midmean", "order_code", "stage_data",
+    "visit_value",
+]  # fmt: skip
+
+Slices = Mapping[str, Floats]
+"""Arm -> [slices] f64, in time order."""
 
 
 class BlockError(ValueError):
     """A block line that no gate of this protocol writes; the message says which block and why."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The slices of one cell in one block, in nanoseconds per call."""
+
+    evaluator: Slices
+    worker: Slices
+    """The same on the worker's own clock."""
+    calls: Mapping[str, int]
+    """Arm -> calls per slice."""
 
 
 @dataclass(frozen=True)
@@ -30,42 +57,47 @@ class StageData:
 
     stage: Stage
     keys: tuple[str, ...]
-    legs: Mapping[str, Floats]
-    """Arm -> [blocks, cells, sweeps, 2] f64: evaluator's nanoseconds per call of the legs before and after the middle
-    of each palindrome. The standard arm has one sweep, and its one leg counts as both."""
-    worker_legs: Mapping[str, Floats]
-    """The same on the worker's own clock."""
+    visits: Sequence[Sequence[Visit]]
+    """[blocks][cells]."""
 
     @property
     def blocks(self) -> int:
         """Blocks present."""
-        return int(next(iter(self.legs.values())).shape[0])
+        return len(self.visits)
 
     def values(self, baseline: str, arm: str) -> Floats:
-        """log(baseline / arm) per cell and block, [cells, blocks]: see `block_values`."""
-        return block_values(self.legs[baseline], self.legs[arm]).T
+        """log(baseline / arm) per cell and block, [cells, blocks]: see `visit_value`."""
+        rows = [[visit_value(visit.evaluator, baseline, arm) for visit in block] for block in self.visits]
+        return np.array(rows, dtype=np.float64).reshape(self.blocks, len(self.keys)).T
 
-    def first(self, blocks: int) -> StageData:
-        """Only the first blocks."""
-        cut = {arm: times[:blocks] for arm, times in self.legs.items()}
-        return StageData(self.stage, self.keys, cut, {arm: t[:blocks] for arm, t in self.worker_legs.items()})
+    def typical_ns(self, arm: str) -> Floats:
+        """Median nanoseconds per call of an arm's slices, [blocks, cells]."""
+        rows = [[float(np.median(visit.evaluator[arm])) for visit in block] for block in self.visits]
+        return np.array(rows, dtype=np.float64).reshape(self.blocks, len(self.keys))
+
+    def clocks_ns(self, arm: str) -> tuple[Floats, Floats]:
+        """Durations of all slices of an arm, (evaluator's, worker's)."""
+        all_visits = [visit for block in self.visits for visit in block]
+        evaluator = np.concatenate([visit.evaluator[arm] * visit.calls[arm] for visit in all_visits])
+        return evaluator, np.concatenate([visit.worker[arm] * visit.calls[arm] for visit in all_visits])
 
 
-def block_values(baseline: Floats, arm: Floats) -> Floats:
-    """One log ratio per block and cell, [blocks, cells].
+def midmean(values: Floats) -> float:
+    """Mean of the middle half: a quarter of the values is dropped on each side."""
+    cut = len(values) // 4
+    return float(np.sort(values)[cut : len(values) - cut].mean())
 
-    Each half of a palindrome gives one log ratio of neighbouring legs; the block's value is the median of these, so
-    that one disturbed leg does not make it. Two halves of one sweep give their mean.
 
-    Args:
-        baseline: [blocks, cells, sweeps, 2] nanoseconds per call.
-        arm: the same with as many sweeps or more; only the common ones count.
+def visit_value(slices: Slices, baseline: str, arm: str) -> float:
+    """log(baseline / arm) of one visit: the midmean of the log ratios of slices of the same round.
+
+    A disturbance that lasts longer than a round hits both slices of a pair and cancels; a shorter one makes an outlier
+    that the midmean drops. A slice of the standard arm is paired with the round that it followed.
     """
-    sweeps = min(baseline.shape[2], arm.shape[2])
-    ratios = np.log(baseline[:, :, :sweeps]) - np.log(arm[:, :, :sweeps])
-    halves = ratios.reshape(*ratios.shape[:2], 2 * sweeps)
-    middle: Floats = np.median(halves, axis=2)
-    return middle
+    ours, others = slices[arm], slices[baseline]
+    if baseline == "standard":
+        ours = ours[list(standard_rounds(len(ours)))]
+    return midmean(np.log(others) - np.log(ours))
 
 
 def blocks_of(lines: Iterable[Line], stage: Stage) -> list[Line]:
@@ -80,14 +112,13 @@ def interrupted(lines: Sequence[Line]) -> int:
 
 
 def stage_data(plan: Plan, lines: Sequence[Line], stage: Stage) -> StageData:
-    """Check and stack the blocks of a stage.
+    """Check and read the blocks of a stage.
 
     Raises:
-        BlockError: a block is out of turn, or its legs, order, seed or cells are not those of the plan.
+        BlockError: a block is out of turn, or its slices, order, seed or cells are not those of the plan.
     """
     committed = _commitments(lines, stage)
-    evaluator: dict[str, list[Any]] = {arm: [] for arm in stage.arms}
-    worker: dict[str, list[Any]] = {arm: [] for arm in stage.arms}
+    visits = []
     for number, line in enumerate(blocks_of(lines, stage)):
         where = f"block {stage.name}/{number}"
         if line.get("block") != number or number >= stage.blocks:
@@ -98,18 +129,51 @@ def stage_data(plan: Plan, lines: Sequence[Line], stage: Stage) -> StageData:
         cells = {cell["key"]: cell for cell in line["cells"]}
         if set(cells) != set(plan.keys) or len(line["cells"]) != len(plan.keys):
             raise BlockError(f"{where}: cells differ from the plan's")
-        if line.get("order") != [list(block_order(seed, plan.keys, sweep)) for sweep in range(SWEEPS)]:
+        if line.get("order") != list(cell_order(seed, plan.keys)):
             raise BlockError(f"{where}: cells were not visited in the order of the seed")
-        rows = [_legs(cells[key], seed, stage, where) for key in plan.keys]
-        for arm in stage.arms:
-            evaluator[arm].append([row[arm][0] for row in rows])
-            worker[arm].append([row[arm][1] for row in rows])
-    return StageData(stage, plan.keys, _stack(evaluator, plan), _stack(worker, plan))
+        visits.append([_visit(cells[key], seed, stage, where) for key in plan.keys])
+    return StageData(stage, plan.keys, visits)
 
 
-def _stack(times: Mapping[str, list[Any]], plan: Plan) -> dict[str, Floats]:
-    shape = {arm: (0, len(plan.cells), 1 if arm == "standard" else SWEEPS, 2) for arm in times}
-    return {arm: np.asarray(rows, dtype=np.float64) if rows else np.empty(shape[arm]) for arm, rows in times.items()}
+@lru_cache(maxsize=1 << 14)
+def order_code(seed: str, key: str, rounds: int, arms: tuple[str, ...]) -> str:
+    """The order of a visit's slices as the raw line holds it: one digit per slice, the arm's place in the stage."""
+    return "".join(str(arms.index(arm)) for arm in slice_order(seed, key, rounds, arms))
+
+
+@lru_cache(maxsize=1 << 14)
+def _places(order: str, arms: tuple[str, ...]) -> Mapping[str, np.ndarray[Any, Any]]:
+    """Arm -> positions of its slices."""
+    digits = np.frombuffer(order.encode(), dtype=np.uint8) - ord("0")
+    return {arm: np.flatnonzero(digits == at) for at, arm in enumerate(arms)}
+
+
+def _visit(cell: Mapping[str, Any], seed: str, stage: Stage, where: str) -> Visit:
+    key, rounds = cell["key"], cell["rounds"]
+    calls = {arm: cell["standard_calls" if arm == "standard" else "calls"] for arm in stage.arms}
+    if not all(isinstance(count, int) and count >= 1 for count in calls.values()):
+        raise BlockError(f"{where}, {key}: {calls} calls per slice")
+    if not isinstance(rounds, int) or rounds < MIN_ROUNDS:
+        raise BlockError(f"{where}, {key}: {rounds!r} rounds; expected {MIN_ROUNDS} or more")
+    if cell["order"] != order_code(seed, key, rounds, stage.arms):
+        raise BlockError(f"{where}, {key}: slices are not in the order of the seed")
+    evaluator, worker = (np.asarray(cell[name], dtype=np.float64) for name in ("ns", "worker_ns"))
+    if evaluator.shape != (len(cell["order"]),) or worker.shape != evaluator.shape:
+        raise BlockError(f"{where}, {key}: {evaluator.shape} and {worker.shape} times of {len(cell['order'])} slices")
+    if not (np.isfinite(evaluator) & (evaluator > 0) & np.isfinite(worker) & (worker > 0)).all():
+        raise BlockError(f"{where}, {key}: a slice that took no time")
+    places = _places(cell["order"], stage.arms)
+    for arm, at in places.items():
+        if not float(np.median(evaluator[at])) >= MIN_SLICE_NS:
+            raise BlockError(
+                f"{where}, {key}: slices of arm {arm} take {np.median(evaluator[at]):.0f} ns; expected {MIN_SLICE_NS} "
+                "or more"
+            )
+    return Visit(
+        {arm: evaluator[at] / calls[arm] for arm, at in places.items()},
+        {arm: worker[at] / calls[arm] for arm, at in places.items()},
+        calls,
+    )
 
 
 def _commitments(lines: Sequence[Line], stage: Stage) -> dict[int, str]:
@@ -124,33 +188,3 @@ def _commitments(lines: Sequence[Line], stage: Stage) -> dict[int, str]:
         elif line.get("kind") == "block":
             done.add(line["block"])
     return found
-
-
-def _legs(
-    cell: Mapping[str, Any], seed: str, stage: Stage, where: str
-) -> dict[str, tuple[list[list[float]], list[list[float]]]]:
-    """Arm -> per sweep the two (evaluator, worker) times per call of one cell."""
-    key, legs = cell["key"], cell["legs"]
-    calls = {"standard": cell["standard_calls"]}
-    calls |= dict.fromkeys((arm for arm in stage.arms if arm != "standard"), cell["calls"])
-    if not all(isinstance(count, int) and count >= 1 for count in calls.values()):
-        raise BlockError(f"{where}, {key}: {calls} calls per leg")
-    orders = [leg_order(seed, key, sweep, stage.arms) for sweep in range(SWEEPS)]
-    if [leg[0] for leg in legs] != [arm for order in orders for arm in order]:
-        raise BlockError(f"{where}, {key}: legs are not in the order of the seed")
-    short = [leg for leg in legs if not leg[1] >= MIN_LEG_NS]
-    if short or not all(leg[2] > 0 for leg in legs):
-        raise BlockError(f"{where}, {key}: a leg of {short[0][1] if short else 0} ns; expected {MIN_LEG_NS} or more")
-    found: dict[str, tuple[list[list[float]], list[list[float]]]] = {arm: ([], []) for arm in stage.arms}
-    start = 0
-    for order in orders:
-        for arm in set(order):
-            first = start + order.index(arm)
-            last = start + len(order) - 1 - order[::-1].index(arm)
-            for clock in (0, 1):
-                found[arm][clock].append([legs[at][1 + clock] / calls[arm] for at in (first, last)])
-        start += len(order)
-    return found
-
-
-assert ARMS[0] == "standard"  # `_stack` and `leg_order` treat the standard arm apart

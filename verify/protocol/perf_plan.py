@@ -1,4 +1,4 @@
-"""What a performance measurement must consist of: cells and their claims, stages and their error budget, leg order.
+"""What a performance measurement must consist of: cells and their claims, stages and their error budget, slice order.
 
 The plan is written before the first block and read back from the raw header. It holds no measurements. Constants of the
 method are here and not in the header: they are part of the protocol id.
@@ -16,20 +16,23 @@ from typing import Any, Literal, cast
 from verify.protocol.floors import Traffic
 
 __all__ = [
-    "ARMS", "CONTROL_ALPHA", "MIN_LEG_NS", "PROTOCOL_ID", "SWEEPS", "CellPlan", "Claim", "Plan", "PlanError", "Stage",
-    "block_order", "leg_order", "plan_stages", "seed_digest",
+    "ARMS", "CONTROL_ALPHA", "MIN_ROUNDS", "MIN_SLICE_NS", "PROTOCOL_ID", "CellPlan", "Claim", "Plan", "PlanError",
+    "Stage", "cell_order", "plan_stages", "seed_digest", "slice_order", "standard_rounds",
 ]  # fmt: skip
 
-PROTOCOL_ID = "perf/1"
+PROTOCOL_ID = "perf/2"
 
 ARMS = ("standard", "best", "candidate", "control")
 """`control` is a second process of the current best, entered as if it were a candidate."""
 
-MIN_LEG_NS = 50_000_000
-"""Least duration of a timed leg on the evaluator's clock: starting and answering cost 0.1 ms, clock ticks nothing."""
+MIN_SLICE_NS = 1_000_000
+"""Least median duration of an arm's slices in a visit, on the evaluator's clock: asking and answering cost 0.15 ms."""
 
-SWEEPS = 2
-"""Visits of every cell per block, seconds apart, so that a short disturbance hits one of them only."""
+MIN_ROUNDS = 12
+"""Least number of rounds of a visit. In each, every compared arm runs one slice, so all of them see the same moment."""
+
+STANDARD_SLICES = 4
+"""Slices of the standard arm per visit, spread over the rounds: its distance is large, few are enough."""
 
 CONTROL_ALPHA = 0.01
 """Probability that a sound rig is called unsound by its A/A control, over all cells."""
@@ -226,21 +229,36 @@ def seed_digest(seed: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def block_order(seed: str, keys: tuple[str, ...], sweep: int) -> tuple[str, ...]:
-    """Order in which a sweep visits the cells."""
-    return tuple(sorted(keys, key=lambda key: _draw(seed, f"cells/{sweep}", key)))
+def cell_order(seed: str, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Order in which a block visits the cells."""
+    return tuple(sorted(keys, key=lambda key: _draw(seed, "cells", key)))
 
 
-@lru_cache(maxsize=1 << 16)
-def leg_order(seed: str, key: str, sweep: int, arms: tuple[str, ...]) -> tuple[str, ...]:
-    """Order of the legs of one visit: a palindrome, so that linear drift cancels in every pair of arms.
+@lru_cache(maxsize=1 << 14)
+def slice_order(seed: str, key: str, rounds: int, arms: tuple[str, ...]) -> tuple[str, ...]:
+    """Arms of a visit's slices, in turn.
 
-    The arms in secret order, then the standard arm once in the middle of the first sweep (its distance is large, one
-    leg is enough), then the same arms backwards.
+    In every round the compared arms run in a secret order of its own, so that no arm has a place or a neighbour of its
+    own; but none runs twice in a row, for it would find its data in the caches. The standard arm follows the rounds of
+    `standard_rounds`.
     """
-    outer = sorted((arm for arm in arms if arm != "standard"), key=lambda arm: _draw(seed, f"{key}/{sweep}", arm))
-    middle = ["standard"] if sweep == 0 and "standard" in arms else []
-    return (*outer, *middle, *reversed(outer))
+    compared = [arm for arm in arms if arm != "standard"]
+    followed = standard_rounds(rounds) if "standard" in arms else ()
+    order: list[str] = []
+    last = ""
+    for number in range(rounds):
+        drawn = sorted(compared, key=lambda arm: _draw(seed, f"{key}/{number}", arm))
+        if drawn[0] == last:
+            drawn = [*drawn[1:], drawn[0]]
+        last = drawn[-1]
+        order += drawn
+        order += ["standard"] * followed.count(number)
+    return tuple(order)
+
+
+def standard_rounds(rounds: int) -> tuple[int, ...]:
+    """Rounds after which the standard arm runs a slice, evenly spread."""
+    return tuple((2 * at + 1) * rounds // (2 * STANDARD_SLICES) for at in range(STANDARD_SLICES))
 
 
 def _draw(seed: str, what: str, item: str) -> bytes:

@@ -1,9 +1,9 @@
 """Error rates of the performance decision, simulated over the real `decide` with noise measured on a machine.
 
 Noise is a stored A/A measurement: three processes that run the same kernels, per block, and the standard path. A
-simulated block is a measured one: its log leg times, with the three equal processes dealt out to best, candidate and
+simulated block is a measured one: its log slice times, with the three equal processes dealt out to best, candidate and
 control at random, plus the effects under study. Whole blocks are drawn, in runs of neighbours, so that everything that
-is correlated in a block (cells, legs, moments) and between neighbours stays so.
+is correlated in a block (cells, slices, moments) and between neighbours stays so.
 
 The rate that matters, a false accept of one candidate in a run of twenty, is too small to be counted. It is composed
 instead: the stages are independent given the candidate, so the simulation counts how often each stage alone lets the
@@ -31,16 +31,14 @@ from verify.protocol.decision import Decision
 from verify.protocol.floors import Traffic
 from verify.protocol.lines import last_attempt, of_kind
 from verify.protocol.perf import decide
-from verify.protocol.perf_data import stage_data
+from verify.protocol.perf_data import midmean, order_code, stage_data
 from verify.protocol.perf_plan import (
-    MIN_LEG_NS,
-    SWEEPS,
+    MIN_SLICE_NS,
     CellPlan,
     Claim,
     Plan,
     Stage,
-    block_order,
-    leg_order,
+    cell_order,
     plan_stages,
     seed_digest,
 )
@@ -51,42 +49,47 @@ NOISE_DIR = Path(__file__).with_name("noise")
 EQUAL_ARMS = ("best", "candidate", "control")
 _RUN_OF_BLOCKS = 2
 """Neighbouring measured blocks that are drawn together."""
-_BASE_NS = 2.0 * MIN_LEG_NS
-"""Leg time of the best before noise; legs below the least duration would be refused."""
-_UNIT = 1e-5
+_BASE_NS = 10.0 * MIN_SLICE_NS
+"""Slice time of the best before noise; slices below the least duration would be refused."""
+_UNIT = 1e-4
 """Resolution of the stored log times."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """A measured A/A record, as log leg times relative to each cell's median."""
+    """A measured A/A record, as log slice times relative to each cell's median."""
 
     source: Mapping[str, Any]
     """How, where and under which load it was measured."""
     cells: tuple[str, ...]
-    equal: Floats
-    """[blocks, cells, 3 arms, sweeps, 2] log times of three processes of the same kernels."""
+    equal: Sequence[Floats]
+    """Per cell [blocks, 3 arms, rounds]: log times of three processes of the same kernels."""
     standard: Floats
-    """[blocks, cells] log times of the standard arm's leg."""
+    """[blocks, cells, STANDARD_SLICES] log times of the standard arm."""
+
+    @property
+    def blocks(self) -> int:
+        """Measured blocks."""
+        return int(self.standard.shape[0])
 
     @classmethod
     def load(cls, path: Path) -> Noise:
         """Read a noise file."""
         data = json.loads(path.read_text(encoding="utf-8"))
-        equal, standard = (np.asarray(data[name], dtype=np.float64) * _UNIT for name in ("equal", "standard"))
-        return cls(data["source"], tuple(data["cells"]), equal, standard)
+        equal = [np.asarray(cell, dtype=np.float64) * _UNIT for cell in data["equal"]]
+        return cls(data["source"], tuple(data["cells"]), equal, np.asarray(data["standard"]) * _UNIT)
 
     def dump(self) -> str:
         """As a noise file."""
-        arrays = {n: np.rint(getattr(self, n) / _UNIT).astype(int).tolist() for n in ("equal", "standard")}
-        text = json.dumps({"source": dict(self.source), "cells": list(self.cells), **arrays}, separators=(",", ":"))
-        return text + "\n"
+        equal = [np.rint(cell / _UNIT).astype(int).tolist() for cell in self.equal]
+        standard = np.rint(self.standard / _UNIT).astype(int).tolist()
+        stored = {"source": dict(self.source), "cells": list(self.cells), "equal": equal, "standard": standard}
+        return json.dumps(stored, separators=(",", ":")) + "\n"
 
     def block_spread(self) -> Floats:
         """Standard deviation over blocks of an A/A block value, per cell: what the power depends on."""
-        ratios = self.equal[:, :, 0] - self.equal[:, :, 1]
-        values = np.median(ratios.reshape(*ratios.shape[:2], -1), axis=2)
-        spread: Floats = values.std(axis=0, ddof=1)
+        values = [[midmean(block[0] - block[1]) for block in cell] for cell in self.equal]
+        spread: Floats = np.std(values, axis=1, ddof=1)
         return spread
 
 
@@ -101,14 +104,17 @@ def extract(lines: Sequence[Mapping[str, Any]], source: Mapping[str, Any]) -> No
         raise ValueError("the record has no header")
     plan = Plan.from_header(attempt[0])
     data = stage_data(plan, attempt[1], plan.stages[0])
-    logs = {arm: np.log(data.legs[arm]) for arm in ("standard", *EQUAL_ARMS)}
-    equal = np.stack([logs[arm] for arm in EQUAL_ARMS], axis=2)
-    equal -= np.median(equal, axis=(0, 2, 3, 4), keepdims=True)
-    standard = logs["standard"][:, :, 0, 0]
-    standard = standard - np.median(standard, axis=0)
+    equal, standard = [], []
+    for at in range(len(plan.cells)):
+        visits = [block[at].evaluator for block in data.visits]
+        rounds = min(len(visit["best"]) for visit in visits)
+        logs = np.log([[visit[arm][:rounds] for arm in EQUAL_ARMS] for visit in visits])
+        equal.append(logs - np.median(logs))
+        slower = np.log([visit["standard"] for visit in visits])
+        standard.append(slower - np.median(slower))
     loads = [line["load"]["foreign_share"] for line in of_kind(attempt[1], "block")]
     measured = {"blocks": data.blocks, "foreign_share_median": float(np.median(loads))}
-    return Noise({**source, **measured}, plan.keys, equal, standard)
+    return Noise({**source, **measured}, plan.keys, equal, np.stack(standard, axis=1))
 
 
 @dataclass(frozen=True)
@@ -201,17 +207,20 @@ class Simulator:
         drawn = [self._drawn(stage.blocks) for _ in range(self._copies)]
         for skeleton, *sources in zip(self._skeletons[stage.name], *drawn, strict=True):
             deal = self.rng.permutation(3)
-            times = np.concatenate([self.noise.equal[source] for source in sources])[:cells, deal]
-            times[:, EQUAL_ARMS.index("candidate")] -= gain[:, None, None]
-            legs = _BASE_NS * np.exp(times)
-            slower = np.concatenate([self.noise.standard[source] for source in sources])[:cells]
-            standard = _BASE_NS * (1 + scenario.standard_gain) * np.exp(slower)
-            lines += skeleton.fill(legs, standard)
+            equal, standard = [], []
+            for at in range(cells):
+                source, measured = sources[at // len(self.noise.cells)], at % len(self.noise.cells)
+                times = self.noise.equal[measured][source][deal]
+                times[EQUAL_ARMS.index("candidate")] -= gain[at]
+                equal.append(_BASE_NS * np.exp(times))
+                slower = _BASE_NS * (1 + scenario.standard_gain)
+                standard.append(slower * np.exp(self.noise.standard[source, measured]))
+            lines += skeleton.fill(equal, standard)
         return lines
 
     def _drawn(self, blocks: int) -> list[int]:
         """Measured blocks in the order of the simulated ones: runs of neighbours, circular."""
-        total = self.noise.equal.shape[0]
+        total = self.noise.blocks
         drawn: list[int] = []
         while len(drawn) < blocks:
             start = int(self.rng.integers(total))
@@ -219,7 +228,8 @@ class Simulator:
         return drawn[:blocks]
 
     def _skeleton(self, stage: Stage, number: int) -> _Skeleton:
-        return _Skeleton(self.keys, stage, number, seed=self.rng.bytes(16).hex())
+        rounds = [self.noise.equal[at % len(self.noise.cells)].shape[2] for at in range(len(self.keys))]
+        return _Skeleton(self.keys, rounds, stage, number, seed=self.rng.bytes(16).hex())
 
 
 _CEILINGS = {
@@ -237,51 +247,38 @@ _CEILINGS = {
 class _Skeleton:
     """The lines of one block without its times; the order of a seed costs more than the statistics."""
 
-    def __init__(self, keys: tuple[str, ...], stage: Stage, number: int, seed: str) -> None:
+    def __init__(self, keys: tuple[str, ...], rounds: Sequence[int], stage: Stage, number: int, seed: str) -> None:
         place = {"stage": stage.name, "block": number}
         self._begin = {"kind": "begin", **place, "seed_sha256": seed_digest(seed)}
-        order = [list(block_order(seed, keys, sweep)) for sweep in range(SWEEPS)]
         load = {"foreign_share": 0.0, "average_1min": 0.0}
-        self._block = {"kind": "block", **place, "seed": seed, "order": order, "load": load}
-        self._keys = keys
-        names: list[list[str]] = []
-        index: list[list[int]] = []
-        width = len(EQUAL_ARMS) * SWEEPS * 2
-        for at, key in enumerate(keys):
-            arms: list[str] = []
-            places: list[int] = []
-            for sweep in range(SWEEPS):
-                seen: dict[str, int] = {}
-                for arm in leg_order(seed, key, sweep, stage.arms):
-                    half = seen.get(arm, 0)
-                    seen[arm] = half + 1
-                    arms.append(arm)
-                    flat = 0 if arm == "standard" else 1 + (EQUAL_ARMS.index(arm) * SWEEPS + sweep) * 2 + half
-                    places.append(at * (width + 1) + flat)
-            names.append(arms)
-            index.append(places)
-        self._names = names
-        self._index = np.array(index)
-        good = {"output_broken": 0.0, "chain_broken": 0.0, "nonfinite": 0.0}
+        self._block = {"kind": "block", **place, "seed": seed, "order": list(cell_order(seed, keys)), "load": load}
+        self._arms = stage.arms
         checked = [arm for arm in stage.arms if arm != "standard"]
-        self._checks = dict.fromkeys(checked, good)
-        self._paths = {arm: {"specialized": 1, "standard": 0} for arm in checked}
+        good = {"output_broken": 0.0, "chain_broken": 0.0, "nonfinite": 0.0}
+        common = {
+            "calls": 1,
+            "standard_calls": 1,
+            "restarts": 0,
+            "checks": dict.fromkeys(checked, good),
+            "paths": {arm: {"specialized": 1, "standard": 0} for arm in checked},
+        }
+        self._cells: list[dict[str, Any]] = []
+        self._places: list[dict[str, Any]] = []
+        for key, count in zip(keys, rounds, strict=True):
+            order = order_code(seed, key, count, stage.arms)
+            digits = np.array([int(digit) for digit in order])
+            self._cells.append({"key": key, "rounds": count, "order": order, **common})
+            self._places.append({arm: np.flatnonzero(digits == at) for at, arm in enumerate(stage.arms)})
 
-    def fill(self, equal: Floats, standard: Floats) -> list[dict[str, Any]]:
-        """The lines with times: equal [cells, 3, sweeps, 2] and standard [cells] in nanoseconds."""
-        table = np.concatenate([standard[:, None], equal.reshape(len(self._keys), -1)], axis=1)
-        nanoseconds = np.rint(np.maximum(table, MIN_LEG_NS)).astype(np.int64).reshape(-1)[self._index].tolist()
-        cells = [
-            {
-                "key": key,
-                "calls": 1,
-                "standard_calls": 1,
-                "legs": [[arm, ns, ns] for arm, ns in zip(names, row, strict=True)],
-                "checks": self._checks,
-                "paths": self._paths,
-            }
-            for key, names, row in zip(self._keys, self._names, nanoseconds, strict=True)
-        ]
+    def fill(self, equal: Sequence[Floats], standard: Sequence[Floats]) -> list[dict[str, Any]]:
+        """The lines with times in nanoseconds: per cell equal [3, rounds] and standard [STANDARD_SLICES]."""
+        cells = []
+        for cell, places, three, slower in zip(self._cells, self._places, equal, standard, strict=True):
+            times = np.empty(len(cell["order"]))
+            for arm in self._arms:
+                times[places[arm]] = slower if arm == "standard" else three[EQUAL_ARMS.index(arm)]
+            nanoseconds = np.rint(np.maximum(times, MIN_SLICE_NS)).tolist()
+            cells.append({**cell, "ns": nanoseconds, "worker_ns": nanoseconds})
         return [self._begin, {**self._block, "cells": cells}]
 
 

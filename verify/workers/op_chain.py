@@ -24,7 +24,6 @@ from k3_backend.ops.interface import TensorSpec
 from k3_backend.ops.registry import Standard, standard
 from k3_backend.step.run import DecodeBackend
 from verify.workers.arm import kernels
-from verify.workers.compiled import compiled_op
 from verify.workers.main import Method, Session
 from verify.workers.op_methods import as_tensor
 
@@ -46,6 +45,8 @@ class _OpChain:
     attrs: Mapping[str, int | float]
     launches: LaunchList | None = None
     repeats: int = 1
+    done: int = 0
+    """Calls since the last reset."""
     kept: list[dict[str, Tensor]] = field(default_factory=list)
 
 
@@ -95,7 +96,11 @@ def chain(
     ]
     start = {name: state.clone() for name, state in states.items()}
     banks = [as_tensor(session, made["view"]) for made in outputs.values()]
-    function = standard(op) if compile_mode is None else compiled_op(op, compile_mode, cache)
+    function = standard(op)
+    if compile_mode is not None:
+        from verify.workers.compiled import compiled_op  # importing the compiler takes two seconds
+
+        function = compiled_op(op, compile_mode, cache)
     made = _OpChain(function, None, states, start, banks, results, calls, dict(attrs), repeats=repeats)
     if session.kind == "specialized":
         loaded = kernels(session)[op]
@@ -115,6 +120,7 @@ def reset(session: Session, *, warm: int) -> dict[str, Any]:
     made = _made(session)
     for _ in range(warm):
         _series(made)
+    made.done = 0
     made.kept.clear()
     for name, state in made.states.items():
         state.copy_(made.start[name])
@@ -126,25 +132,25 @@ def reset(session: Session, *, warm: int) -> dict[str, Any]:
 
 
 def run(session: Session) -> dict[str, Any]:
-    """Run the chain once: `ns` on this process's clock, and the calls by path."""
+    """Run the chain, from the states that the last run left: `ns` on this process's clock."""
     made = _made(session)
     with torch.inference_mode():
         start = time.perf_counter_ns()
         for _ in range(made.repeats):
             _series(made)
         elapsed = time.perf_counter_ns() - start
-    count = made.repeats * len(made.calls)
-    path = "standard" if made.launches is None else "specialized"
-    return {"ns": elapsed, "steps": {"specialized": 0, "standard": 0, path: count}}
+    made.done += made.repeats * len(made.calls)
+    return {"ns": elapsed}
 
 
 def finish(session: Session) -> dict[str, Any]:
-    """Copy results that the timed call left in private memory to the shared buffer."""
+    """Copy results that timed calls left in private memory to the shared buffer; `steps` since the reset, by path."""
     made = _made(session)
     for at, results in enumerate(made.kept):
         for name, value in results.items():
             made.outputs[name][at].copy_(value)
-    return {}
+    path = "standard" if made.launches is None else "specialized"
+    return {"steps": {"specialized": 0, "standard": 0, path: made.done}}
 
 
 def release(session: Session) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 A *chain* is N decode steps from one start state, each with its own tokens, at a context that stays within `CYCLE`
 positions of the asked one. Every step's hidden rows are kept, and states evolve from step to step, so a step that was
-skipped or answered from memory shows in what the evaluator compares afterwards. The chain runs inside one call; the
-evaluator's clock around that call is the measurement, this process's own clock only a cross-check. All arms run the
-same chain: the standard arm through `model.standard.decode` (or, as a peer of `fasttrack bench`, the same step through
-torch.compile), the others through the decode backend as an engine would.
+skipped or answered from memory shows in what the evaluator compares afterwards. The chain runs in slices, one
+request each; the evaluator's clock around it is the measurement, this process's own clock only a cross-check. All arms
+run the same chain: the standard arm through `model.standard.decode` (or, as a peer of `fasttrack bench`, the same step
+through torch.compile), the others through the decode backend as an engine would.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from k3_backend.model.weights import ModelWeights
 from k3_backend.step.run import DecodeBackend
 from verify.workers import op_chain
 from verify.workers.arm import kernels
-from verify.workers.compiled import compiled_step
 from verify.workers.contents import fill_cache, fill_state, generator, prompts
 from verify.workers.main import Method, Session
 from verify.workers.op_methods import as_tensor
@@ -56,6 +55,8 @@ class _Chain:
     """Layer -> those rows before the chain."""
     outputs: Tensor
     """[calls, N, D] bf16 in the shared buffer."""
+    done: int = 0
+    """Steps run since the last reset."""
     kept: list[Tensor] = field(default_factory=list)
 
 
@@ -115,7 +116,11 @@ def open_model(
     backend = None
     if session.kind == "specialized":
         backend = DecodeBackend(weights, kernels(session), "auto", session.threads, state)
-    step = standard.decode if compile_mode is None else compiled_step(compile_mode, cache)
+    step: StandardStep = standard.decode
+    if compile_mode is not None:
+        from verify.workers.compiled import compiled_step  # importing the compiler takes two seconds
+
+        step = compiled_step(compile_mode, cache)
     session.areas[_AREA] = _Open(seed, weights, state, pristine, backend, step)
     return {"parameters": weights.parameters}
 
@@ -178,6 +183,7 @@ def reset(session: Session, *, warm: int) -> dict[str, Any]:
         for batch in made.batches[:warm]:
             _step(opened, batch)
     _restore(opened)
+    made.done = 0
     made.kept.clear()
     made.outputs.view(torch.int16).fill_(0x7FC0)  # NaN
     if opened.backend is not None:
@@ -186,31 +192,38 @@ def reset(session: Session, *, warm: int) -> dict[str, Any]:
     return {}
 
 
-def run(session: Session) -> dict[str, Any]:
-    """Run the chain once: `ns` on this process's clock, and the steps by path."""
+def run(session: Session, *, calls: int) -> dict[str, Any]:
+    """Run the next steps of the chain: `ns` on this process's clock."""
     opened = _open(session)
     made = _made(opened)
     backend = opened.backend
+    part = slice(made.done, made.done + calls)
+    batches, outputs = made.batches[part], made.outputs[part]
+    if len(batches) != calls:
+        raise ValueError(f"{calls} steps asked for, {len(batches)} are left of the chain")
     with torch.inference_mode():
         start = time.perf_counter_ns()
         if backend is None:
             # Results are owned by the caller on this path; they are copied out after the clock.
             step = opened.standard
-            made.kept = [step(opened.weights, opened.state, batch) for batch in made.batches]
+            made.kept += [step(opened.weights, opened.state, batch) for batch in batches]
         else:
-            for output, batch in zip(made.outputs, made.batches, strict=True):
+            for output, batch in zip(outputs, batches, strict=True):
                 output.copy_(backend.forward(batch))
         elapsed = time.perf_counter_ns() - start
-    steps = {"specialized": 0, "standard": len(made.batches)} if backend is None else backend.ledger.snapshot()["steps"]
-    return {"ns": elapsed, "steps": steps}
+    made.done += calls
+    return {"ns": elapsed}
 
 
 def finish(session: Session) -> dict[str, Any]:
-    """Copy results that the timed call left in private memory to the shared buffer."""
-    made = _made(_open(session))
+    """Copy results that timed calls left in private memory to the shared buffer; `steps` since the reset, by path."""
+    opened = _open(session)
+    made = _made(opened)
     for output, hidden in zip(made.outputs, made.kept, strict=False):
         output.copy_(hidden)
-    return {}
+    backend = opened.backend
+    steps = {"specialized": 0, "standard": made.done} if backend is None else backend.ledger.snapshot()["steps"]
+    return {"steps": steps}
 
 
 def collect(session: Session, *, sample: str, target: Mapping[str, Any]) -> dict[str, Any]:

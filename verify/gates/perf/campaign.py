@@ -9,35 +9,46 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from harness.progress import Progress
 from harness.store import EvidenceSink
 from verify.gates.perf.compare import Left, against_best, against_standard
-from verify.gates.perf.sampler import ArmFault, Block, Leg, Sampler
+from verify.gates.perf.sampler import ArmFault, Block, Sampler, Slice
 from verify.protocol.lines import last_attempt, of_kind
 from verify.protocol.perf import state
-from verify.protocol.perf_data import blocks_of
-from verify.protocol.perf_plan import MIN_LEG_NS, SWEEPS, CellPlan, Plan, Stage, block_order, leg_order, seed_digest
+from verify.protocol.perf_data import blocks_of, order_code
+from verify.protocol.perf_plan import (
+    MIN_ROUNDS,
+    MIN_SLICE_NS,
+    CellPlan,
+    Plan,
+    Stage,
+    cell_order,
+    seed_digest,
+    slice_order,
+)
 
-__all__ = ["LegTooShort", "measure_stage", "run_campaign"]
+__all__ = ["MAX_ROUNDS", "SLICE_NS", "SliceTooShort", "calls_for", "measure_stage", "run_campaign"]
 
-TARGET_LEG_NS = 1.25 * MIN_LEG_NS
-"""Duration that calibration aims at: room for a machine that speeds up."""
-MIN_STANDARD_CALLS = 4
-"""The standard arm's leg is checked against on at least so many calls, however slow they are."""
-_PROBE_NS = 4_000_000
-_WARM_SHARE = 0.1
+SLICE_NS = 3_000_000
+"""Duration of a slice that calibration aims at. The shorter, the more noise its round has in common; much shorter, and
+asking and answering would count."""
+VISIT_NS = 120_000_000
+"""Time per compared arm and visit, in as many slices as that makes, within `MIN_ROUNDS` and `MAX_ROUNDS`."""
+MAX_ROUNDS = 40
 _MAX_CALLS = 1 << 20
 _MAX_TRIES = 8
+_PROBES = 3
 
 
-class LegTooShort(Exception):  # noqa: N818 - error classes are named for the finding
-    """A leg ended below the protocol's least duration: the machine is faster than when the cell was calibrated."""
+class SliceTooShort(Exception):  # noqa: N818 - error classes are named for the finding
+    """Slices ended below the protocol's least duration: the machine is faster than when the cell was calibrated."""
 
-    def __init__(self, arm: str, nanoseconds: int) -> None:
-        super().__init__(f"a leg of arm {arm} took {nanoseconds} ns; expected {MIN_LEG_NS} or more")
+    def __init__(self, arm: str, nanoseconds: float) -> None:
+        super().__init__(f"slices of arm {arm} took {nanoseconds:.0f} ns; expected {MIN_SLICE_NS} or more")
         self.arm = arm
         self.nanoseconds = nanoseconds
 
@@ -83,10 +94,10 @@ def measure_stage(plan: Plan, stage: Stage, sampler: Sampler, evidence: Evidence
 
 
 def _known_calls(evidence: EvidenceSink) -> dict[str, _Calls]:
-    """Cell -> calls per leg in the latest block."""
+    """Cell -> what a visit consisted of in the latest block."""
     calls: dict[str, _Calls] = {}
     for line in of_kind(evidence.lines("perf"), "block"):
-        calls |= {cell["key"]: _Calls(cell["calls"], cell["standard_calls"]) for cell in line["cells"]}
+        calls |= {c["key"]: _Calls(c["calls"], c["standard_calls"], c["rounds"]) for c in line["cells"]}
     return calls
 
 
@@ -101,7 +112,7 @@ def _run_block(
             visit = _Visit(plan, stage, seed, block, calls)
             visit.run()
             load = {"foreign_share": block.foreign_share(), "average_1min": os.getloadavg()[0]}
-        line = {"kind": "block", **place, "seed": seed, "order": visit.orders, "cells": visit.lines(), "load": load}
+        line = {"kind": "block", **place, "seed": seed, "order": visit.order, "cells": visit.lines(), "load": load}
         evidence.append("perf", line)
     except ArmFault as fault:
         key = visit.key if visit is not None else None
@@ -109,29 +120,41 @@ def _run_block(
         evidence.append("perf", {"kind": "fault", **place, **words})
 
 
-class _Calls(NamedTuple):
-    """Calls per leg of one cell.
+def calls_for(block: Block, arm: str, cell: CellPlan, nanoseconds: float) -> int:
+    """Calls of an arm that take about so long; found by slices of growing length, which also warm it up."""
+    calls = 1
+    while True:
+        taken = _quickest(block, arm, cell, calls)
+        if taken >= nanoseconds or calls >= _MAX_CALLS:
+            return max(1, math.floor(calls * nanoseconds / taken))
+        calls = block.fit(cell, min(_MAX_CALLS, max(2 * calls, math.ceil(calls * nanoseconds / taken))))
 
-    Arms that are compared closely have the same; the standard arm, many times slower maybe, has what fills a leg.
+
+def _quickest(block: Block, arm: str, cell: CellPlan, calls: int) -> int:
+    """Nanoseconds of the quickest of some slices."""
+    block.prepare(arm, cell, calls, _PROBES)
+    block.reset(arm, cell)
+    return min(block.slice(arm, cell).evaluator_ns for _ in range(_PROBES))
+
+
+class _Calls(NamedTuple):
+    """What a visit of one cell consists of.
+
+    Arms that are compared closely have equal slices; the standard arm, many times slower maybe, has what fills a slice.
     """
 
     others: int
+    """Calls per slice."""
     standard: int
+    rounds: int
 
     def of(self, arm: str) -> int:
-        """Calls per leg of an arm."""
+        """Calls per slice of an arm."""
         return self.standard if arm == "standard" else self.others
-
-    def longer(self, short: LegTooShort) -> _Calls:
-        """Enough more calls that the short leg would have lasted."""
-        factor = max(1.25, TARGET_LEG_NS / max(1, short.nanoseconds))
-        if short.arm == "standard":
-            return self._replace(standard=math.ceil(self.standard * factor))
-        return self._replace(others=math.ceil(self.others * factor))
 
 
 class _Visit:
-    """The cells of one block, visited `SWEEPS` times."""
+    """The cells of one block."""
 
     def __init__(self, plan: Plan, stage: Stage, seed: str, block: Block, calls: dict[str, _Calls]) -> None:
         self.cells = {cell.key: cell for cell in plan.cells}
@@ -139,116 +162,104 @@ class _Visit:
         self.seed = seed
         self.block = block
         self.calls = calls
-        """Cell -> calls per leg, from an earlier block where there is one."""
-        self.orders = [list(block_order(seed, plan.keys, sweep)) for sweep in range(SWEEPS)]
+        """Cell -> sizes, from an earlier block where there is one."""
+        self.order = list(cell_order(seed, plan.keys))
         self.key: str | None = None
         """Cell in work, for fault lines."""
-        self._legs: dict[str, list[list[tuple[str, Leg]]]] = {}
-        self._checks: dict[str, dict[str, dict[str, float]]] = {key: {} for key in self.cells}
-        self._standard: dict[str, Left] = {}
+        self._lines: dict[str, dict[str, Any]] = {}
         self._restarts: dict[str, int] = dict.fromkeys(self.cells, 0)
 
     def run(self) -> None:
-        """Visit every cell in every sweep; a cell whose legs got too short starts again from its first visit."""
-        for sweep, order in enumerate(self.orders):
-            for key in order:
-                self.key = key
-                self._visit(self.cells[key], sweep)
+        """Visit every cell; one whose slices got too short starts again."""
+        for key in self.order:
+            self.key = key
+            self._lines[key] = self._visit(self.cells[key])
         self.key = None
 
     def lines(self) -> list[dict[str, Any]]:
         """The cells of the block line, in plan order."""
-        return [self._line(key) for key in self.cells]
+        return [self._lines[key] for key in self.cells]
 
-    def _line(self, key: str) -> dict[str, Any]:
-        legs = [leg for visit in self._legs[key] for leg in visit]
-        paths = {arm: {"specialized": 0, "standard": 0} for arm in self.stage.arms if arm != "standard"}
-        for arm, leg in legs:
-            if arm in paths:
-                paths[arm]["specialized"] += leg.specialized
-                paths[arm]["standard"] += leg.standard
+    def _visit(self, cell: CellPlan) -> dict[str, Any]:
+        for _ in range(_MAX_TRIES):
+            if cell.key not in self.calls:
+                self.calls[cell.key] = self._calibrated(cell)
+            try:
+                return self._measured(cell, self.calls[cell.key])
+            except SliceTooShort as short:
+                # All slices are taken again with more calls. That rests on any arm's, so it favours none.
+                self._restarts[cell.key] += 1
+                self.calls[cell.key] = self._longer(cell, self.calls[cell.key], short)
+        raise RuntimeError(f"cell {cell.key}: slices stay below {MIN_SLICE_NS} ns after {_MAX_TRIES} calibrations")
+
+    def _calibrated(self, cell: CellPlan) -> _Calls:
+        """Slices of `SLICE_NS` for the faster of the compared arms and for the standard arm; rounds for `VISIT_NS`."""
+        fitting = {arm: calls_for(self.block, arm, cell, SLICE_NS) for arm in ("standard", "best", "candidate")}
+        others = self.block.fit(cell, max(fitting["best"], fitting["candidate"]))
+        taken = _quickest(self.block, "best", cell, others)
+        rounds = 2 * math.ceil(max(MIN_ROUNDS, min(MAX_ROUNDS, VISIT_NS / taken)) / 2)
+        return _Calls(others, self.block.fit(cell, fitting["standard"]), rounds)
+
+    def _longer(self, cell: CellPlan, calls: _Calls, short: SliceTooShort) -> _Calls:
+        """Enough more calls that the short slices would have lasted."""
+        factor = max(1.25, SLICE_NS / short.nanoseconds)
+        if short.arm == "standard":
+            return calls._replace(standard=self.block.fit(cell, math.ceil(calls.standard * factor)))
+        return calls._replace(others=self.block.fit(cell, math.ceil(calls.others * factor)))
+
+    def _measured(self, cell: CellPlan, calls: _Calls) -> dict[str, Any]:
+        """One visit: all slices in the order of the seed, then what the arms left behind."""
+        block, arms = self.block, self.stage.arms
+        order = slice_order(self.seed, cell.key, calls.rounds, arms)
+        for arm in arms:
+            block.prepare(arm, cell, calls.of(arm), order.count(arm))
+        for arm in arms:
+            block.reset(arm, cell)
+        slices: list[tuple[str, Slice]] = []
+        early: dict[str, Left] = {}
+        for arm in order:
+            slices.append((arm, block.slice(arm, cell)))
+            if not cell.is_step and arm not in early:
+                # Later slices of an op write over these outputs, from states that only its own chain knows.
+                early[arm] = block.left(arm, cell)
+        for arm in arms:
+            median = statistics.median(taken.evaluator_ns for name, taken in slices if name == arm)
+            if median < MIN_SLICE_NS:
+                raise SliceTooShort(arm, median)
+        compared = [arm for arm in arms if arm != "standard"]
         return {
-            "key": key,
-            "calls": self.calls[key].others,
-            "standard_calls": self.calls[key].standard,
-            "restarts": self._restarts[key],
-            "legs": [[arm, leg.evaluator_ns, leg.worker_ns] for arm, leg in legs],
-            "checks": self._checks[key],
-            "paths": paths,
+            "key": cell.key,
+            "calls": calls.others,
+            "standard_calls": calls.standard,
+            "rounds": calls.rounds,
+            "restarts": self._restarts[cell.key],
+            "order": order_code(self.seed, cell.key, calls.rounds, arms),
+            "ns": [taken.evaluator_ns for _, taken in slices],
+            "worker_ns": [taken.worker_ns for _, taken in slices],
+            "checks": self._checks(cell, compared, early),
+            "paths": {arm: block.paths(arm, cell)._asdict() for arm in compared},
         }
 
-    def _visit(self, cell: CellPlan, sweep: int) -> None:
-        for _ in range(_MAX_TRIES):
-            try:
-                if cell.key not in self.calls:
-                    self._calibrate(cell)
-                for again in range(len(self._legs.get(cell.key, [])), sweep + 1):
-                    self._sweep(cell, again)
-                return
-            except LegTooShort as short:
-                # The count must be the same in all legs of the block, so all of them are taken again. That rests on the
-                # shortest leg of any arm, so it favours none.
-                self._restarts[cell.key] += 1
-                self._legs.pop(cell.key, None)
-                self._checks[cell.key] = {}
-                self.calls[cell.key] = self._fitting(cell, *self.calls[cell.key].longer(short))
-        raise RuntimeError(f"cell {cell.key}: legs stay shorter than {MIN_LEG_NS} ns after {_MAX_TRIES} calibrations")
+    def _checks(self, cell: CellPlan, compared: list[str], early: dict[str, Left]) -> dict[str, dict[str, float]]:
+        """Worst distances of what the compared arms left behind, by arm.
 
-    def _calibrate(self, cell: CellPlan) -> None:
-        """Calls per leg such that the fastest of the compared arms, and the standard arm, take `TARGET_LEG_NS`."""
-        per_call = {arm: self._probe(arm, cell) for arm in ("standard", "best", "candidate")}
-        others = _filling(min(per_call["best"], per_call["candidate"]))
-        standard = max(_filling(per_call["standard"]), min(others, MIN_STANDARD_CALLS))
-        self.calls[cell.key] = self._fitting(cell, others, standard)
-
-    def _fitting(self, cell: CellPlan, others: int, standard: int) -> _Calls:
-        return _Calls(self.block.fit(cell, others), self.block.fit(cell, standard))
-
-    def _probe(self, arm: str, cell: CellPlan) -> float:
-        """Nanoseconds per call, roughly."""
-        calls = 1
-        while True:
-            self.block.prepare(arm, cell, calls)
-            taken = self.block.leg(arm, cell, warm=1).evaluator_ns
-            if taken >= _PROBE_NS or calls >= _MAX_CALLS:
-                return taken / calls
-            calls = min(_MAX_CALLS, max(2 * calls, math.ceil(calls * _PROBE_NS / taken)))
-
-    def _sweep(self, cell: CellPlan, sweep: int) -> None:
-        calls = self.calls[cell.key]
-        order = leg_order(self.seed, cell.key, sweep, self.stage.arms)
-        for arm in dict.fromkeys(order):
-            self.block.prepare(arm, cell, calls.of(arm))
-        legs: list[tuple[str, Leg]] = []
-        left: dict[str, list[Left]] = {arm: [] for arm in order}
-        for arm in order:
-            leg = self.block.leg(arm, cell, warm=max(1, math.ceil(calls.of(arm) * _WARM_SHARE)))
-            legs.append((arm, leg))
-            if leg.evaluator_ns < MIN_LEG_NS:
-                raise LegTooShort(arm, leg.evaluator_ns)
-            left[arm].append(self.block.left(arm, cell))
-        if "standard" in left:
-            self._standard[cell.key] = left.pop("standard")[0]
-        for arm, results in left.items():
-            for result in results:
-                self._check(cell, arm, result, left["best"][0])
-        self._legs.setdefault(cell.key, []).append(legs)
-
-    def _check(self, cell: CellPlan, arm: str, left: Left, best: Left) -> None:
-        """Keep the worst of all legs per check."""
-        comparisons = [self.block.reference(cell, left)]
-        standard = self._standard[cell.key]
-        if left.known_start and standard.known_start:
-            comparisons.append(against_standard(left, standard))
-        if arm != "best":
-            # The standard arm's chain is shorter; the best's has the same length and was accepted before.
-            comparisons.append(against_best(left, best))
-        kept = self._checks[cell.key].setdefault(arm, {})
-        for found in comparisons:
-            for name, value in found.items():
-                kept[name] = max(kept.get(name, 0.0), value)
-
-
-def _filling(nanoseconds: float) -> int:
-    """Calls of that duration that fill a leg."""
-    return min(_MAX_CALLS, math.ceil(TARGET_LEG_NS / nanoseconds))
+        Args:
+            cell: visited.
+            compared: arms.
+            early: what each arm's first slice left, for an op; a step's chain is kept whole.
+        """
+        block = self.block
+        final = {arm: block.left(arm, cell) for arm in compared}
+        first = early or final | {"standard": block.left("standard", cell)}
+        checks: dict[str, dict[str, float]] = {}
+        for arm in compared:
+            found = [block.reference(cell, first[arm])]
+            if first[arm].known_start and first["standard"].known_start:
+                found.append(against_standard(first[arm], first["standard"]))
+            if arm != "best":
+                # The standard arm's chain is shorter; the best's has the same length and was accepted before.
+                found += [against_best(left[arm], left["best"]) for left in ([early, final] if early else [final])]
+            checks[arm] = {}
+            for name, value in (item for row in found for item in row.items()):
+                checks[arm][name] = max(checks[arm].get(name, 0.0), value)
+        return checks

@@ -75,14 +75,17 @@ class OpCell:
         guard: contextlib.AbstractContextManager[None],
         options: Mapping[str, str],
     ) -> str | None:
-        """Write the banks into the arm's buffer and bind the chain; says why no planner would launch it, else None.
+        """Write the banks into the arm's buffer and bind a slice's chain.
 
         Args:
             arm: name.
             worker: its process; the buffer is empty.
-            calls: length of the chain.
+            calls: of a slice; every slice runs the same series of them, on states that go on.
             guard: turns a worker's failure into the arm's fault.
             options: of torch.compile, for a standard arm that uses it.
+
+        Returns:
+            Why no planner would launch it, else None.
         """
         windows, self._repeats[arm] = self._series(calls)
         views: dict[str, View] = {}
@@ -119,8 +122,8 @@ class OpCell:
         windows, repeats = self._series(calls)
         return windows * repeats
 
-    def left(self, arm: str, worker: Worker) -> Left:
-        """Outputs of all windows and the written parts of states."""
+    def left(self, arm: str, worker: Worker, slices: int) -> Left:
+        """Outputs of all windows and the written parts of states, after so many slices."""
         views = self._views[arm]
         outputs = {}
         for name, (dtype, shape) in self._call.outputs.items():
@@ -129,7 +132,7 @@ class OpCell:
         states = {}
         for name, mask in self._written.items():
             states[name] = _values(worker.buffer.array(views[name])[mask.numpy()], views[name].dtype)
-        return Left(outputs, states, known_start=self._repeats[arm] == 1 or not self._stateful)
+        return Left(outputs, states, known_start=self._repeats[arm] * slices == 1 or not self._stateful)
 
     def reference(self, left: Left) -> Mapping[str, float]:
         """Distance of one secret call from the reference; of the first call where the op has states.

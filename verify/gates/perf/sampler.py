@@ -1,4 +1,4 @@
-"""What the campaign needs of whatever runs the arms: processes per block, chains per cell, legs on two clocks."""
+"""What the campaign needs of whatever runs the arms: processes per block, chains per cell, slices on two clocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from verify.gates.perf.compare import Left
 from verify.protocol.perf_plan import CellPlan
 
-__all__ = ["ArmFault", "Block", "Leg", "Sampler"]
+__all__ = ["ArmFault", "Block", "Paths", "Sampler", "Slice"]
 
 
 class ArmFault(Exception):  # noqa: N818 - error classes are named for the finding
@@ -23,42 +23,44 @@ class ArmFault(Exception):  # noqa: N818 - error classes are named for the findi
         self.detail = dict(detail or {})
 
 
-class Leg(NamedTuple):
-    """One timed leg."""
+class Slice(NamedTuple):
+    """One timed request."""
 
     evaluator_ns: int
     worker_ns: int
+
+
+class Paths(NamedTuple):
+    """Timed calls by the path that they took."""
+
     specialized: int
-    """Calls that took the specialised path."""
     standard: int
 
 
 class Block(Protocol):
-    """Fresh processes of some arms with fresh secret contents."""
+    """Fresh processes of some arms with fresh secret contents.
 
-    def prepare(self, arm: str, cell: CellPlan, calls: int) -> None:
-        """Set a cell's chain of `calls` calls in an arm's process.
+    The sequence of an arm in a visit is `prepare`, `reset`, `slice` as often as asked for, `left` (in between too) and
+    `paths`. All of them raise `ArmFault` if the process died, hung, raised or refused.
+    """
 
-        Raises:
-            ArmFault: the process died or refused.
-        """
+    def prepare(self, arm: str, cell: CellPlan, calls: int, slices: int) -> None:
+        """Set a cell's chain in an arm's process: so many slices of so many calls."""
 
     def fit(self, cell: CellPlan, calls: int) -> int:
-        """The least length that a chain of the cell can have and that is not below `calls`."""
+        """The least number of calls that a slice of the cell can have and that is not below `calls`."""
 
-    def leg(self, arm: str, cell: CellPlan, warm: int) -> Leg:
-        """Run some untimed calls, go back to the start, run the prepared chain once against the clock.
+    def reset(self, arm: str, cell: CellPlan) -> None:
+        """Run a few untimed calls, then go back to the chain's start; poison what the timed calls must write."""
 
-        Raises:
-            ArmFault: the process died, hung or raised.
-        """
+    def slice(self, arm: str, cell: CellPlan) -> Slice:
+        """Run the chain's next calls against the clock."""
 
     def left(self, arm: str, cell: CellPlan) -> Left:
-        """What the arm's last leg left behind. The part of the state is drawn anew for each cell, after its first leg.
+        """What the slices since `reset` left behind. Which part of the state is secret, and drawn after the first."""
 
-        Raises:
-            ArmFault: the process died or raised.
-        """
+    def paths(self, arm: str, cell: CellPlan) -> Paths:
+        """Timed calls since `reset`."""
 
     def reference(self, cell: CellPlan, left: Left) -> Mapping[str, float]:
         """Distance of sampled calls from the evaluator's own expected values; empty for whole steps."""

@@ -18,7 +18,7 @@ from k3_backend.geometry import Geometry
 from verify.evaluator.worker import ArmSpec, Worker, WorkerFailure
 from verify.gates.perf.compare import Left
 from verify.gates.perf.ops import OpCell
-from verify.gates.perf.sampler import ArmFault, Leg
+from verify.gates.perf.sampler import ArmFault, Paths, Slice
 from verify.protocol.perf_plan import CellPlan
 from verify.workers.shared import View
 
@@ -27,8 +27,8 @@ __all__ = ["WorkerBlock", "WorkerSampler"]
 BUFFER_BYTES = 1 << 30
 """Shared buffer per arm; memory is taken when touched."""
 START_S = 120.0
-LEG_S = 60.0
-"""Deadline of a leg: honest ones take a fraction of a second."""
+CALL_S = 60.0
+"""Deadline of a request: honest ones take a fraction of a second."""
 COMPILE_S = 900.0
 _SAMPLE_ELEMENTS = 1 << 24
 
@@ -104,6 +104,8 @@ class WorkerBlock:
         self._ops: dict[str, OpCell] = {}
         self._samples: dict[str, str] = {}
         self._outputs: dict[str, View] = {}
+        self._slices: dict[str, tuple[int, int]] = {}
+        """Arm -> calls per slice, and slices run since the last reset."""
         self._clock = _Foreign(workers.values())
         steps = [cell.cell for cell in cells if cell.is_step]
         if steps:
@@ -114,10 +116,11 @@ class WorkerBlock:
             }
             _together(list(workers), lambda arm: self._open(arm, sizes))
 
-    def prepare(self, arm: str, cell: CellPlan, calls: int) -> None:
+    def prepare(self, arm: str, cell: CellPlan, calls: int, slices: int) -> None:
         """See `Block.prepare`."""
         worker = self._workers[arm]
         worker.buffer.reset()
+        self._slices[arm] = calls, 0
         if not cell.is_step:
             refused = self._op(cell).place(arm, worker, calls, self._guard(arm), self._compiled.get(arm, {}))
             if refused is not None:
@@ -125,7 +128,8 @@ class WorkerBlock:
             return
         size = cell.cell
         rows = int(size["batch"]) * int(size["tokens"])
-        outputs = worker.buffer.view("bf16", (calls, rows, self._geometry.hidden))
+        steps = (calls + _untimed(calls)) * slices
+        outputs = worker.buffer.view("bf16", (steps, rows, self._geometry.hidden))
         self._outputs[arm] = outputs
         self._call(
             arm,
@@ -134,7 +138,7 @@ class WorkerBlock:
             batch=size["batch"],
             context=size["context"],
             tokens=size["tokens"],
-            calls=calls,
+            calls=steps,
             outputs=outputs.to_json(),
         )
 
@@ -142,23 +146,36 @@ class WorkerBlock:
         """See `Block.fit`."""
         return calls if cell.is_step else self._op(cell).fit(calls)
 
-    def leg(self, arm: str, cell: CellPlan, warm: int) -> Leg:
-        """See `Block.leg`."""
-        prefix = "step." if cell.is_step else "step.op_"
+    def reset(self, arm: str, cell: CellPlan) -> None:
+        """See `Block.reset`."""
+        calls, _ = self._slices[arm]
+        self._slices[arm] = calls, 0
         # The first call of a compiled arm compiles.
-        wait = COMPILE_S if arm in self._compiled else LEG_S
-        self._call(arm, f"{prefix}reset", timeout_s=wait, warm=warm if cell.is_step else 1)
+        wait = COMPILE_S if arm in self._compiled else CALL_S
+        self._call(arm, f"{_prefix(cell)}reset", timeout_s=wait, warm=calls if cell.is_step else 1)
+
+    def slice(self, arm: str, cell: CellPlan) -> Slice:
+        """See `Block.slice`."""
+        calls, done = self._slices[arm]
+        self._slices[arm] = calls, done + 1
+        if cell.is_step and (untimed := _untimed(calls)):
+            self._call(arm, "step.run", calls=untimed)
+        params = {"calls": calls} if cell.is_step else {}
         with self._guard(arm):
-            answer, seconds = self._workers[arm].timed_call(f"{prefix}run", timeout_s=LEG_S)
-        self._call(arm, f"{prefix}finish")
-        steps = answer["steps"]
-        return Leg(round(seconds * 1e9), int(answer["ns"]), int(steps["specialized"]), int(steps["standard"]))
+            answer, seconds = self._workers[arm].timed_call(f"{_prefix(cell)}run", timeout_s=CALL_S, **params)
+        return Slice(round(seconds * 1e9), int(answer["ns"]))
+
+    def paths(self, arm: str, cell: CellPlan) -> Paths:
+        """See `Block.paths`."""
+        steps = self._call(arm, f"{_prefix(cell)}finish")["steps"]
+        return Paths(int(steps["specialized"]), int(steps["standard"]))
 
     def left(self, arm: str, cell: CellPlan) -> Left:
         """See `Block.left`."""
         worker = self._workers[arm]
+        self._call(arm, f"{_prefix(cell)}finish")
         if not cell.is_step:
-            return self._op(cell).left(arm, worker)
+            return self._op(cell).left(arm, worker, slices=self._slices[arm][1])
         sample = self._samples.setdefault(cell.key, secrets.token_hex(16))
         mark = worker.buffer.used
         target = worker.buffer.view("f32", (_SAMPLE_ELEMENTS,))
@@ -192,7 +209,7 @@ class WorkerBlock:
             self._ops[cell.key] = OpCell(cell, self._geometry, self._seed)
         return self._ops[cell.key]
 
-    def _call(self, arm: str, method: str, timeout_s: float = LEG_S, **params: Any) -> dict[str, Any]:
+    def _call(self, arm: str, method: str, timeout_s: float = CALL_S, **params: Any) -> dict[str, Any]:
         with self._guard(arm):
             return self._workers[arm].call(method, timeout_s=timeout_s, **params)
 
@@ -206,6 +223,19 @@ def _as_fault(arm: str) -> Iterator[None]:
         yield
     except WorkerFailure as failure:
         raise ArmFault(arm, failure.kind, str(failure), failure.record()) from failure
+
+
+def _prefix(cell: CellPlan) -> str:
+    """Of the worker's methods."""
+    return "step." if cell.is_step else "step.op_"
+
+
+def _untimed(calls: int) -> int:
+    """Steps that go before the timed ones of a slice, since the other arms' slices have emptied the caches.
+
+    None where one step fills a slice: it streams more than the caches next to a core hold anyway.
+    """
+    return 1 if calls > 1 else 0
 
 
 def bf16_values(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:

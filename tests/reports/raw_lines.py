@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.records import Cell, GateName
 from harness.settings import Settings
-from verify.protocol import evals, features, perf_checks, perf_plan
+from verify.protocol import evals, features, perf_checks, perf_data, perf_plan
 from verify.protocol.floors import Ceilings, Traffic
 
 CEILINGS = Ceilings(
@@ -238,7 +238,7 @@ def perf_lines(
                 {
                     "kind": "block", "stage": stage.name, "block": number, "seed": seed,
                     "load": {"foreign_share": 0.01},
-                    "order": [perf_plan.block_order(seed, plan.keys, sweep) for sweep in range(perf_plan.SWEEPS)],
+                    "order": perf_plan.cell_order(seed, plan.keys),
                     "cells": [_perf_cell(cell, seed, stage.arms, gain, noise, draw) for cell in cells],
                 }
             )  # fmt: skip
@@ -252,13 +252,16 @@ def _perf_cell(
     best = 900_000.0 * math.sqrt(cell.batch) * (1 + (cell.context or 0) / 8192)
     speed = 1 + gain * (0.4 + 0.6 / math.sqrt(cell.batch))
     times = {"standard": 1.9 * best, "best": best, "candidate": best / speed, "control": best}
-    legs = []
-    for sweep in range(perf_plan.SWEEPS):
-        for arm in perf_plan.leg_order(seed, cell.key, sweep, arms):
-            taken = calls * times[arm] * math.exp(draw.gauss(0, noise))
-            legs.append([arm, taken, taken * 0.999])
+    rounds = perf_plan.MIN_ROUNDS
+    order = perf_plan.slice_order(seed, cell.key, rounds, arms)
+    process = {arm: draw.gauss(0, noise) for arm in arms}
+    taken = [calls * times[arm] * math.exp(process[arm] + draw.gauss(0, noise)) for arm in order]
     compared = [arm for arm in arms if arm != "standard"]
     checks = {arm: dict.fromkeys(perf_checks.TOLERANCES, 0.0) for arm in compared}
     paths = {arm: {"specialized": calls, "standard": 0} for arm in compared}
-    counts = {"calls": calls, "standard_calls": calls}
-    return {"key": cell.key, "legs": legs, "checks": checks, "paths": paths, **counts}
+    return {
+        "key": cell.key, "calls": calls, "standard_calls": calls, "rounds": rounds, "restarts": 0,
+        "order": perf_data.order_code(seed, cell.key, rounds, arms),
+        "ns": [round(ns) for ns in taken], "worker_ns": [round(ns * 0.999) for ns in taken],
+        "checks": checks, "paths": paths,
+    }  # fmt: skip

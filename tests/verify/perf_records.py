@@ -17,7 +17,7 @@ from harness.records import Cell
 from harness.store import EvidenceSink
 from verify.gates.perf.campaign import run_campaign
 from verify.gates.perf.compare import Left
-from verify.gates.perf.sampler import ArmFault, Leg
+from verify.gates.perf.sampler import ArmFault, Paths, Slice
 from verify.protocol.floors import Ceilings, Traffic
 from verify.protocol.perf_plan import CellPlan, Claim, Plan, plan_stages
 
@@ -65,15 +65,15 @@ class FakeSampler:
     seed: int = 1
     corrupt: Callable[[str, str, Left], Left] = lambda _arm, _key, left: left
     fault: tuple[int, str, str] | None = None
-    """(block since construction, arm, code): that arm's first leg in that block dies."""
+    """(block since construction, arm, code): that arm's first slice in that block dies."""
     worker_factor: float = 1.0
     """Worker's time relative to the evaluator's, candidate only."""
     fallback: bool = False
     blocks: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     """Arms and seed of every block that was started."""
     kill_at: int | None = None
-    """Raise KeyboardInterrupt at this leg, counted over all blocks: a kill in the middle of a block."""
-    legs: int = 0
+    """Raise KeyboardInterrupt at this slice, counted over all blocks: a kill in the middle of a block."""
+    slices: int = 0
 
     @contextlib.contextmanager
     def block(self, arms: Sequence[str], seed: str, cells: Sequence[CellPlan]) -> Iterator[FakeBlock]:  # noqa: ARG002
@@ -87,33 +87,42 @@ class FakeBlock:
         self.seed = seed
         self.random = random.Random(f"{sampler.seed}/{len(sampler.blocks)}")
         self.calls: dict[tuple[str, str], int] = {}
+        self.done: dict[tuple[str, str], int] = {}
         names = ("standard", "best", "candidate", "control", *sampler.speed)
         self.process = {arm: self.random.gauss(0, sampler.noise) for arm in dict.fromkeys(names)}
 
-    def prepare(self, arm: str, cell: CellPlan, calls: int) -> None:
+    def prepare(self, arm: str, cell: CellPlan, calls: int, slices: int) -> None:  # noqa: ARG002
         self.calls[arm, cell.key] = calls
 
     def fit(self, cell: CellPlan, calls: int) -> int:
         return calls if cell.is_step else -(-calls // 7) * 7
 
-    def leg(self, arm: str, cell: CellPlan, warm: int) -> Leg:  # noqa: ARG002
+    def reset(self, arm: str, cell: CellPlan) -> None:
+        self.done[arm, cell.key] = 0
+
+    def slice(self, arm: str, cell: CellPlan) -> Slice:
         sampler = self.sampler
-        sampler.legs += 1
-        if sampler.kill_at == sampler.legs:
+        sampler.slices += 1
+        if sampler.kill_at == sampler.slices:
             raise KeyboardInterrupt
         if sampler.fault is not None and sampler.fault[:2] == (len(sampler.blocks) - 1, arm):
             raise ArmFault(arm, sampler.fault[2], f"step.run: {sampler.fault[2]}")
         calls = self.calls[arm, cell.key]
+        self.done[arm, cell.key] += calls
         per_call = sampler.speed.get(arm, sampler.speed["best"])(cell.key)
         elapsed = calls * per_call * math.exp(self.process[arm] + self.random.gauss(0, sampler.noise))
         factor = sampler.worker_factor if arm == "candidate" else 1.0
-        slow = sampler.fallback and arm == "candidate"
-        return Leg(round(elapsed), round(elapsed * 0.999 * factor), 0 if slow else calls, calls if slow else 0)
+        return Slice(round(elapsed), round(elapsed * 0.999 * factor))
+
+    def paths(self, arm: str, cell: CellPlan) -> Paths:
+        done = self.done[arm, cell.key]
+        return Paths(0, done) if self.sampler.fallback and arm == "candidate" else Paths(done, 0)
 
     def left(self, arm: str, cell: CellPlan) -> Left:
-        # The first calls of a longer chain are those of a shorter one.
+        # The first calls of a longer chain are those of a shorter one; an op's slices repeat one series.
         values = np.random.default_rng(hash((self.seed, cell.key)) & 0xFFFF).standard_normal((256, 2, 8))
-        outputs = np.resize(values, (self.calls[arm, cell.key], 2, 8)).astype(np.float32)
+        done = self.done[arm, cell.key] if cell.is_step else self.calls[arm, cell.key]
+        outputs = np.resize(values, (done, 2, 8)).astype(np.float32)
         left = Left({"hidden": outputs}, {"state": outputs[-1]})
         return self.sampler.corrupt(arm, cell.key, left)
 

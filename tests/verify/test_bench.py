@@ -19,12 +19,11 @@ from verify.bench import ceilings as ceilings_module
 from verify.bench import run as bench_module
 from verify.bench.ceilings import measure_ceilings
 from verify.bench.records import BenchReport
-from verify.bench.run import MIN_REPEATS, bench
+from verify.bench.run import MIN_REPEATS, SLICE_NS, bench
 from verify.bench.traffic import cell_traffic
 from verify.evaluator.worker import ArmSpec
-from verify.gates.perf.sampler import ArmFault
+from verify.gates.perf.sampler import ArmFault, Paths
 from verify.protocol.floors import floor
-from verify.protocol.perf_plan import MIN_LEG_NS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,7 +68,7 @@ def test_the_ratio_is_against_the_better_peer_and_has_the_true_size(
             assert len(arm.samples_us) == MIN_REPEATS
             assert arm.fastest_us <= arm.quartile_low_us <= arm.median_us <= arm.quartile_high_us <= arm.slowest_us
             assert arm.floor_share == pytest.approx(cell.floor_us / arm.median_us)
-            assert arm.calls * arm.fastest_us * 1e3 >= MIN_LEG_NS
+            assert arm.calls * arm.fastest_us * 1e3 >= 0.9 * SLICE_NS
     assert report.worst() is not None
     again = BenchReport.model_validate(json.loads(report.model_dump_json()))
     assert again.model_dump(mode="json") == report.model_dump(mode="json")
@@ -95,8 +94,7 @@ def test_a_specialised_arm_on_the_standard_path_is_not_a_result(
         def block(self, arms: Any, seed: str, cells: Any) -> Any:
             made = super().block(arms, seed, cells)
             original = made.__enter__()
-            leg = original.leg
-            original.leg = lambda arm, cell, warm: leg(arm, cell, warm)._replace(standard=int(arm == "specialized"))
+            original.paths = lambda arm, _cell: Paths(1, int(arm == "specialized"))
             return dataclasses.make_dataclass("Held", [], namespace={
                 "__enter__": lambda _self: original, "__exit__": lambda *_: None,
             })()  # fmt: skip

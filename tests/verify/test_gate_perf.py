@@ -35,7 +35,7 @@ from verify.protocol.floors import Traffic
 from verify.protocol.perf import decide, state
 from verify.protocol.perf_checks import TOLERANCES
 from verify.protocol.perf_data import interrupted
-from verify.protocol.perf_plan import MIN_LEG_NS, CellPlan, Claim
+from verify.protocol.perf_plan import MIN_SLICE_NS, CellPlan, Claim
 from verify.workers.shared import ALIGNMENT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def kill_and_resume(folder: Path, kills: int) -> list[dict[str, Any]]:
     plan = make_plan()
     evidence = begin(folder, plan)
     for number in range(kills):
-        sampler = FakeSampler(speeds(0.1), seed=number, kill_at=7 + 31 * number)
+        sampler = FakeSampler(speeds(0.1), seed=number, kill_at=7 + 131 * number)
         with pytest.raises(KeyboardInterrupt):
             run_campaign(plan, sampler, evidence, silent)
     run_campaign(plan, FakeSampler(speeds(0.1), seed=99), evidence, silent)
@@ -98,8 +98,8 @@ def test_every_block_has_its_own_seed_committed_before_it_runs(tmp_path: Path) -
     assert digests == [hashlib.sha256(seed.encode()).hexdigest() for seed in seeds]
 
 
-def test_no_leg_is_shorter_than_the_protocol_allows_even_if_the_machine_speeds_up(tmp_path: Path) -> None:
-    """Calibration on a slow moment leaves legs too short, and the block is refused afterwards."""
+def test_slices_are_as_long_as_the_protocol_demands_even_if_the_machine_speeds_up(tmp_path: Path) -> None:
+    """Calibration on a slow moment leaves slices too short, and the block is refused afterwards."""
 
     class SpeedsUp(FakeSampler):
         def block(self, arms: Any, seed: str, cells: Any) -> Any:
@@ -109,13 +109,13 @@ def test_no_leg_is_shorter_than_the_protocol_allows_even_if_the_machine_speeds_u
     lines = record(tmp_path, make_plan(), SpeedsUp(speeds(0.1)))
     for line in lines:
         for cell in line["cells"] if line["kind"] == "block" else ():
-            assert min(leg[1] for leg in cell["legs"]) >= MIN_LEG_NS
+            assert min(cell["ns"]) >= 0.9 * MIN_SLICE_NS
     assert any(cell["restarts"] for line in lines if line["kind"] == "block" for cell in line["cells"])
     assert decide(lines).outcome == "passed"
 
 
 def test_all_compared_arms_run_the_same_number_of_calls(tmp_path: Path) -> None:
-    """A pair of legs measures different amounts of work."""
+    """A pair of slices measures different amounts of work."""
     seen: dict[str, set[int]] = {}
 
     def watch(arm: str, key: str, left: Left) -> Left:
@@ -308,23 +308,35 @@ def test_workers_of_the_standard_path_agree_call_by_call_on_steps_and_ops(tmp_pa
     with sampler.block(("standard", "best"), "5e" * 16, (step, op)) as block:
         for cell in (step, op):
             results = {}
-            for arm, calls in (("standard", 3), ("best", 6)):
-                block.prepare(arm, cell, calls)
-                leg = block.leg(arm, cell, warm=2)
-                assert 0 < leg.worker_ns <= leg.evaluator_ns
-                assert (leg.specialized, leg.standard) == (0, calls)
-                results[arm] = block.left(arm, cell)
-            again = block.leg("best", cell, warm=1)
-            assert again.standard == 6
+            slices = 3 if cell.is_step else 1  # an op's slices repeat one series of calls
+            for arm, calls in (("standard", 1), ("best", 2)):
+                results[arm] = run_chain(block, arm, cell, calls, slices)
+            steps = len(next(iter(results["best"].outputs.values())))
+            assert block.paths("best", cell) == (0, steps)
+            block.reset("best", cell)
+            for _ in range(slices):
+                block.slice("best", cell)
             repeated = block.left("best", cell)
             for name, values in repeated.outputs.items():
-                assert np.array_equal(values, results["best"].outputs[name]), "legs start from one state"
-                assert np.array_equal(values[:3], results["standard"].outputs[name])
-                rows = values.reshape(6, -1)
-                assert len(np.unique(rows, axis=0)) == 6, "every call has contents of its own"
+                assert np.array_equal(values, results["best"].outputs[name]), "chains start from one state"
+                shorter = results["standard"].outputs[name]
+                assert np.array_equal(values[: len(shorter)], shorter)
+                rows = values.reshape(steps, -1)
+                assert len(np.unique(rows, axis=0)) == steps, "every call has contents of its own"
             assert exceeded(against_best(repeated, results["best"])) == set()
             assert exceeded(dict(block.reference(cell, results["best"]))) == set()
         assert 0 <= block.foreign_share() <= 1
+
+
+def run_chain(block: Any, arm: str, cell: CellPlan, calls: int, slices: int) -> Left:
+    block.prepare(arm, cell, calls, slices)
+    block.reset(arm, cell)
+    for _ in range(slices):
+        taken = block.slice(arm, cell)
+        assert 0 < taken.worker_ns <= taken.evaluator_ns
+    found: Left = block.left(arm, cell)
+    assert found.known_start
+    return found
 
 
 @needs_sandbox
@@ -344,7 +356,7 @@ def test_the_fake_sampler_has_the_speeds_it_claims(tmp_path: Path) -> None:
     lines = record(tmp_path, make_plan(), FakeSampler(speeds(0.1), noise=0.0))
     block = next(line for line in lines if line["kind"] == "block")
     for cell in block["cells"]:
-        times = {arm: ns for arm, ns, _ in cell["legs"]}
-        assert math.isclose(times["best"] / times["candidate"], 1.1, rel_tol=1e-6)
+        times = dict(zip(cell["order"], cell["ns"], strict=True))
+        assert math.isclose(times["1"] / times["2"], 1.1, rel_tol=1e-6)
     assert {cell["key"] for cell in block["cells"]} == {cell.key for cell in (*STEP_CELLS, OP_CELL)}
     assert dataclasses.is_dataclass(make_plan())

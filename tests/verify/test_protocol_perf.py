@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,20 @@ from hypothesis import strategies as st
 from harness.records import Cell, Measurement
 from tests.verify.perf_records import CEILINGS, OP_CELL, STEP_CELLS, FakeSampler, make_plan, record, speeds
 from verify.protocol import perf
-from verify.protocol.bounds import bounds, trimmed, word
+from verify.protocol.bounds import MOST_BORROWED, bounds, moderate, trimmed, word
 from verify.protocol.floors import GUARD, Ceilings, Traffic, floor, merge, transfer_ns
 from verify.protocol.perf import below_floor, decide, summarise
-from verify.protocol.perf_plan import ARMS, Claim, Plan, PlanError, Stage, leg_order, plan_stages
+from verify.protocol.perf_data import midmean, order_code, visit_value
+from verify.protocol.perf_plan import (
+    ARMS,
+    MIN_ROUNDS,
+    Claim,
+    Plan,
+    PlanError,
+    Stage,
+    plan_stages,
+    slice_order,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = [cell.key for cell in (*STEP_CELLS, OP_CELL)]
@@ -148,12 +159,12 @@ def edit_block(lines: list[dict[str, Any]], change: Any) -> list[dict[str, Any]]
 
 
 def shorten(block: dict[str, Any]) -> None:
-    block["cells"][0]["legs"][0][1] = 49_000_000
+    block["cells"][0]["ns"] = [900_000] * len(block["cells"][0]["ns"])
 
 
 def swap_arms(block: dict[str, Any]) -> None:
-    legs = block["cells"][0]["legs"]
-    legs[0][0], legs[1][0] = legs[1][0], legs[0][0]
+    cell = block["cells"][0]
+    cell["order"] = cell["order"][1] + cell["order"][0] + cell["order"][2:]
 
 
 def other_seed(block: dict[str, Any]) -> None:
@@ -169,12 +180,30 @@ def no_calls(block: dict[str, Any]) -> None:
 
 
 def text_time(block: dict[str, Any]) -> None:
-    block["cells"][0]["legs"][0][1] = "fast"
+    block["cells"][0]["ns"][0] = "fast"
 
 
-@pytest.mark.parametrize("change", [shorten, swap_arms, other_seed, repeat_number, no_calls, text_time])
+def no_time(block: dict[str, Any]) -> None:
+    block["cells"][0]["worker_ns"][3] = 0
+
+
+def few_rounds(block: dict[str, Any]) -> None:
+    cell = block["cells"][0]
+    arms = ("standard", "best", "candidate", "control")
+    cell["rounds"] = MIN_ROUNDS - 2
+    cell["order"] = order_code(block["seed"], cell["key"], cell["rounds"], arms)
+    cell["ns"], cell["worker_ns"] = (cell[name][: len(cell["order"])] for name in ("ns", "worker_ns"))
+
+
+def missing_slice(block: dict[str, Any]) -> None:
+    del block["cells"][0]["ns"][-1]
+
+
+@pytest.mark.parametrize(
+    "change", [shorten, swap_arms, other_seed, repeat_number, no_calls, text_time, no_time, few_rounds, missing_slice]
+)
 def test_blocks_that_the_protocol_does_not_allow_are_not_evaluated(accepted: list[dict[str, Any]], change: Any) -> None:
-    """Short legs, exchanged arms or a chosen seed count as a measurement."""
+    """Short or missing slices, few rounds, exchanged arms or a chosen seed count as a measurement."""
     decision = decide(edit_block(accepted, change))
     assert decision.outcome == "not_evaluated"
     assert decision.findings[0].code == "perf.malformed"
@@ -260,7 +289,7 @@ def test_a_control_that_does_not_read_one_makes_everything_inconclusive(tmp_path
 
 def test_the_two_clocks_must_agree(tmp_path: Path) -> None:
     """Work done outside the timed call, or a forged clock, goes unseen."""
-    late = record(tmp_path / "a", make_plan(), FakeSampler(speeds(0.1), worker_factor=0.9))
+    late = record(tmp_path / "a", make_plan(), FakeSampler(speeds(0.1), worker_factor=0.5))
     assert codes(late) == {"perf.clock_disagrees"}
     forged = record(tmp_path / "b", make_plan(), FakeSampler(speeds(0.1), worker_factor=1.2))
     assert "perf.clock_forged" in codes(forged)
@@ -323,15 +352,34 @@ def test_stage_levels_multiply_to_the_candidates_share() -> None:
         plan_stages(1, 0.01, 1)
 
 
-def test_legs_are_palindromes_in_an_order_that_depends_on_the_seed() -> None:
-    """Drift does not cancel, or a candidate knows when it is its turn."""
-    orders = {leg_order(f"{seed:032x}", "step/b1", 0, ARMS) for seed in range(40)}
-    assert len(orders) == 6
-    for order in orders:
-        assert order == order[::-1]
-        assert order.count("standard") == 1
-        assert all(order.count(arm) == 2 for arm in ARMS[1:])
-    assert "standard" not in leg_order("00", "step/b1", 1, ARMS)
+def test_slices_come_in_secret_turns_and_no_arm_follows_itself() -> None:
+    """An arm always has the same neighbour, finds its own data in the caches, or knows when it is its turn."""
+    assert len({slice_order(f"{seed:032x}", "step/b1", MIN_ROUNDS, ARMS) for seed in range(40)}) == 40
+    for arms in (ARMS, ARMS[:3]):
+        compared = set(arms[1:])
+        firsts = set()
+        for seed in range(40):
+            order = slice_order(f"{seed:032x}", "step/b1", 40, arms)
+            assert order[-4:] == ("standard",) * 4
+            turns = [arm for arm in order if arm != "standard"]
+            rounds = [turns[at : at + len(compared)] for at in range(0, len(turns), len(compared))]
+            assert len(rounds) == 40
+            assert all(set(each) == compared for each in rounds)
+            assert all(one != other for one, other in pairwise(turns))
+            firsts.add(turns[0])
+        assert firsts == compared
+    assert "standard" not in slice_order("00", "step/b1", 40, ARMS[1:])
+
+
+def test_a_visit_is_worth_the_middle_of_its_rounds() -> None:
+    """One disturbed slice moves the block, or drift that hits a whole round does."""
+    drift = np.exp(np.linspace(0, 1, 40))
+    best, candidate = 1.1 * drift, drift.copy()
+    candidate[:9] *= 5
+    slices = {"best": best, "candidate": candidate, "standard": np.full(4, 3 * math.exp(0.5))}
+    assert visit_value(slices, "best", "candidate") == pytest.approx(math.log(1.1))
+    assert visit_value(slices, "standard", "best") == pytest.approx(math.log(3 / 1.1), abs=0.02)
+    assert midmean(np.array([0.0, 1.0, 2.0, 100.0])) == 1.5
 
 
 def test_futility_needs_the_loss_in_both_blocks(tmp_path: Path) -> None:
@@ -367,8 +415,25 @@ def test_bounds_have_their_level_on_normal_noise() -> None:
     rng = np.random.default_rng(5)
     for blocks in (3, 4, 8, 10, 20):
         for alpha in (0.1, 0.0224):
-            low = bounds(rng.standard_normal((20_000, blocks)), alpha).low
-            assert float((low > 0).mean()) == pytest.approx(alpha, abs=3 * math.sqrt(alpha / 20_000) + 0.1 * alpha)
+            for cells in (1, 20):
+                lows = [bounds(rng.standard_normal((cells, blocks)), alpha).low for _ in range(20_000 // cells)]
+                rate = float((np.concatenate(lows) > 0).mean())
+                assert rate == pytest.approx(alpha, abs=3 * math.sqrt(alpha / 20_000) + 0.1 * alpha), (blocks, cells)
+
+
+def test_cells_borrow_from_each_other_what_they_have_in_common() -> None:
+    """A cell whose few blocks happen to agree is believed, or one that is much noisier than the others is."""
+    rng = np.random.default_rng(8)
+    alike, freedom = moderate(rng.chisquare(3, 200) / 3, 3)
+    assert freedom == 3 * (1 + MOST_BORROWED)
+    assert alike.min() > 0.5
+    assert alike.mean() == pytest.approx(1.0, rel=0.1)
+    spread = np.exp(rng.normal(0, 3, 200))
+    _, freedom = moderate(spread * rng.chisquare(3, 200) / 3, 3)
+    assert freedom < 4
+    one, freedom = moderate(np.array([2.0]), 3)
+    assert (one[0], freedom) == (2.0, 3.0)
+    assert moderate(np.zeros(14), 3)[1] == 3.0, "a rig without noise has nothing to share"
 
 
 def test_one_outlier_block_does_not_undo_the_evidence_of_ten() -> None:

@@ -338,6 +338,12 @@ class Worker:
             return log.read().decode("utf-8", "replace")
 
 
+_THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Weights and caches on huge pages, as serving has them: where small pages happen to lie makes processes of the same
+arm differ by some per cent."""
+
+
 def _spawn(
     arm: ArmSpec, *, base_tree: Path, log: Path, threads: int, control: int, memory: int, scratch: Path | None
 ) -> subprocess.Popen[bytes]:
@@ -351,7 +357,7 @@ def _spawn(
             ro=readable,
             rw=[] if scratch is None else [scratch],
             cwd=base_tree,
-            env={name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")},
+            env=_HUGE_PAGES | dict.fromkeys(_THREAD_COUNTS, str(threads)),
             pass_fds=(control, memory),
             limits=sandbox.Limits(
                 file_bytes=LOG_BYTES if scratch is None else _SCRATCH_FILE_BYTES,

@@ -48,7 +48,7 @@ __all__ = [
 
 FUTILITY_BLOCKS = 2
 """After this many blocks of the first stage the gate asks once whether going on is worth it."""
-FUTILITY_LOSS = 0.05
+FUTILITY_LOSS = 0.03
 """Log loss beyond what a claim allows that, seen in both of these blocks in one cell, ends the measurement."""
 _DISPLAY_ALPHA = 0.025
 """Per side, for the intervals of metrics and report; decisions use the stages' levels."""
@@ -96,7 +96,7 @@ def decide(lines: Sequence[Line]) -> Decision:
         return Decision("not_evaluated", (_finding("plan", str(error), "header", "a valid plan"),))
     except BlockError as error:
         return Decision("not_evaluated", (_finding("malformed", str(error), "raw/perf.jsonl", "complete blocks"),))
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         what = f"a line lacks a field or holds another kind of value ({type(error).__name__}: {error})"
         return Decision("not_evaluated", (_finding("malformed", what, "raw/perf.jsonl", "lines of this protocol"),))
 

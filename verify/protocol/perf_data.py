@@ -24,7 +24,6 @@ from verify.protocol.perf_plan import (
     cell_order,
     seed_digest,
     slice_order,
-    standard_rounds,
 )
 
 __all__ = [
@@ -92,12 +91,10 @@ def visit_value(slices: Slices, baseline: str, arm: str) -> float:
     """log(baseline / arm) of one visit: the midmean of the log ratios of slices of the same round.
 
     A disturbance that lasts longer than a round hits both slices of a pair and cancels; a shorter one makes an outlier
-    that the midmean drops. A slice of the standard arm is paired with the round that it followed.
+    that the midmean drops. The standard arm has no part in the rounds: of it, midmeans are compared.
     """
-    ours, others = slices[arm], slices[baseline]
-    if baseline == "standard":
-        ours = ours[list(standard_rounds(len(ours)))]
-    return midmean(np.log(others) - np.log(ours))
+    ours, others = np.log(slices[arm]), np.log(slices[baseline])
+    return midmean(others) - midmean(ours) if baseline == "standard" else midmean(others - ours)
 
 
 def blocks_of(lines: Iterable[Line], stage: Stage) -> list[Line]:

@@ -17,7 +17,7 @@ from verify.protocol.floors import Traffic
 
 __all__ = [
     "ARMS", "CONTROL_ALPHA", "MIN_ROUNDS", "MIN_SLICE_NS", "PROTOCOL_ID", "CellPlan", "Claim", "Plan", "PlanError",
-    "Stage", "cell_order", "plan_stages", "seed_digest", "slice_order", "standard_rounds",
+    "Stage", "cell_order", "plan_stages", "seed_digest", "slice_order",
 ]  # fmt: skip
 
 PROTOCOL_ID = "perf/2"
@@ -32,7 +32,8 @@ MIN_ROUNDS = 12
 """Least number of rounds of a visit. In each, every compared arm runs one slice, so all of them see the same moment."""
 
 STANDARD_SLICES = 4
-"""Slices of the standard arm per visit, spread over the rounds: its distance is large, few are enough."""
+"""Slices of the standard arm per visit, after all rounds: its distance is large, so few are enough, and its threads
+spin on for a while, which would disturb the slice that follows."""
 
 CONTROL_ALPHA = 0.01
 """Probability that a sound rig is called unsound by its A/A control, over all cells."""
@@ -239,11 +240,9 @@ def slice_order(seed: str, key: str, rounds: int, arms: tuple[str, ...]) -> tupl
     """Arms of a visit's slices, in turn.
 
     In every round the compared arms run in a secret order of its own, so that no arm has a place or a neighbour of its
-    own; but none runs twice in a row, for it would find its data in the caches. The standard arm follows the rounds of
-    `standard_rounds`.
+    own; but none runs twice in a row, for it would find its data in the caches. The standard arm comes last.
     """
     compared = [arm for arm in arms if arm != "standard"]
-    followed = standard_rounds(rounds) if "standard" in arms else ()
     order: list[str] = []
     last = ""
     for number in range(rounds):
@@ -252,13 +251,7 @@ def slice_order(seed: str, key: str, rounds: int, arms: tuple[str, ...]) -> tupl
             drawn = [*drawn[1:], drawn[0]]
         last = drawn[-1]
         order += drawn
-        order += ["standard"] * followed.count(number)
-    return tuple(order)
-
-
-def standard_rounds(rounds: int) -> tuple[int, ...]:
-    """Rounds after which the standard arm runs a slice, evenly spread."""
-    return tuple((2 * at + 1) * rounds // (2 * STANDARD_SLICES) for at in range(STANDARD_SLICES))
+    return (*order, *(["standard"] * STANDARD_SLICES if "standard" in arms else []))
 
 
 def _draw(seed: str, what: str, item: str) -> bytes:

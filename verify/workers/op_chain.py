@@ -24,6 +24,7 @@ from k3_backend.ops.interface import TensorSpec
 from k3_backend.ops.registry import Standard, standard
 from k3_backend.step.run import DecodeBackend
 from verify.workers.arm import kernels
+from verify.workers.cpus import settle, unsettle
 from verify.workers.main import Method, Session
 from verify.workers.op_methods import as_tensor
 
@@ -106,6 +107,7 @@ def chain(
         loaded = kernels(session)[op]
         if loaded.choose(rows) is None:
             return {"refused": f"no schedule bucket for {rows} rows"}
+        unsettle()
         made.pool = kernels(session).runtime.pool(session.threads)
         made.launches = LaunchList(made.pool)
         for at, arguments in enumerate(calls):
@@ -127,6 +129,7 @@ def reset(session: Session, *, warm: int) -> dict[str, Any]:
     for bank in made.output_banks:
         bank.fill_(0xFF)
     if made.pool is not None:
+        settle()  # its threads exist
         made.pool.scratch[:] = 0xFF
     return {}
 

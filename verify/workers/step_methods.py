@@ -28,6 +28,7 @@ from k3_backend.step.run import DecodeBackend
 from verify.workers import op_chain
 from verify.workers.arm import kernels
 from verify.workers.contents import fill_cache, fill_state, generator, prompts
+from verify.workers.cpus import settle, unsettle
 from verify.workers.main import Method, Session
 from verify.workers.op_methods import as_tensor
 
@@ -139,6 +140,7 @@ def chain(
         calls: steps of the chain.
         outputs: view that receives every step's hidden rows, bf16 [calls, B * T, D].
     """
+    unsettle()  # the backend makes its threads in the first step
     opened = _open(session)
     rng = generator(opened.seed, f"chain/{key}")
     pages = -(-(context + tokens) // PAGE)
@@ -187,6 +189,7 @@ def reset(session: Session, *, warm: int) -> dict[str, Any]:
     made.kept.clear()
     made.outputs.view(torch.int16).fill_(0x7FC0)  # NaN
     if opened.backend is not None:
+        settle()  # the warm steps have made all threads
         opened.backend.ledger.reset()
         op_chain.poison_scratch(opened.backend)
     return {}

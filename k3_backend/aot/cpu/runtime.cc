@@ -71,6 +71,7 @@ struct alignas(64) Pool {
   int32_t threads = 1;
   int64_t idle_spin_ns = 0;
   int caller_cpu = -1;  // where the last replay started
+  cpu_set_t allowed{};  // CPUs of whoever made the pool
   pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
   // Current region; published by the mailboxes' `go`.
   K3Body body = nullptr;
@@ -178,14 +179,13 @@ void request_amx() {
 }
 
 // Keeps helpers off the caller's CPU. Left alone, a kernel with one busy foreign process puts caller and helper on the
-// same CPU, and every region then costs two yields. Looked up per replay, because the caller is free to move; its own
-// affinity is never touched, and with too few CPUs for one each the helpers stay where they are.
+// same CPU, and every region then costs two yields. Looked up per replay, because the caller is free to move, or to stay
+// on a CPU of its own; its affinity is never touched, and with too few CPUs for one each the helpers stay where they are.
 void place_helpers(Pool& pool) {
   const int cpu = sched_getcpu();
   if (cpu == pool.caller_cpu || cpu < 0) return;
   pool.caller_cpu = cpu;
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof(allowed), &allowed)) return;
+  cpu_set_t allowed = pool.allowed;
   CPU_CLR(cpu, &allowed);
   if (CPU_COUNT(&allowed) < pool.threads - 1) return;
   for (int32_t w = 1; w < pool.threads; ++w) pthread_setaffinity_np(pool.boxes[w].thread, sizeof(allowed), &allowed);
@@ -267,6 +267,7 @@ K3_RUNTIME_EXPORT Pool* k3_pool_create(int32_t threads, int64_t idle_spin_us) {
   request_amx();
   pool->threads = threads;
   pool->idle_spin_ns = idle_spin_us * 1000;
+  sched_getaffinity(0, sizeof(pool->allowed), &pool->allowed);  // on failure empty: helpers are not moved
   pool->context = K3Context{K3_ABI_VERSION, threads, pool_parallel, pool_barrier, scratch, K3_SCRATCH_BYTES, pool};
   for (int32_t w = 1; w < threads; ++w) {
     Mailbox& box = pool->boxes[w];

@@ -6,11 +6,12 @@ A block that was begun and not finished stays visible by its `begin` line and is
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from harness.progress import Progress
@@ -137,6 +138,17 @@ def _quickest(block: Block, arm: str, cell: CellPlan, calls: int) -> int:
     return min(block.slice(arm, cell).evaluator_ns for _ in range(_PROBES))
 
 
+@contextlib.contextmanager
+def _on_one_cpu() -> Iterator[None]:
+    """Keep this thread on the CPU on which the arms' driver threads wait: it asks and then sleeps while they run."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 class _Calls(NamedTuple):
     """What a visit of one cell consists of.
 
@@ -217,11 +229,12 @@ class _Visit:
             block.reset(arm, cell)
         slices: list[tuple[str, Slice]] = []
         early: dict[str, Left] = {}
-        for arm in order:
-            slices.append((arm, block.slice(arm, cell)))
-            if not cell.is_step and arm not in early:
-                # Later slices of an op write over these outputs, from states that only its own chain knows.
-                early[arm] = block.left(arm, cell)
+        with _on_one_cpu():
+            for arm in order:
+                slices.append((arm, block.slice(arm, cell)))
+                if not cell.is_step and arm not in early:
+                    # Later slices of an op write over these outputs, from states that only its own chain knows.
+                    early[arm] = block.left(arm, cell)
         for arm in arms:
             median = statistics.median(taken.evaluator_ns for name, taken in slices if name == arm)
             if median < MIN_SLICE_NS:

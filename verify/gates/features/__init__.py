@@ -18,7 +18,7 @@ from verify.evaluator.arms import candidate_arm, missing_arms, standard_arm
 from verify.evaluator.engine import EngineArm
 from verify.evaluator.worker import ArmSpec, Worker, WorkerFailure
 from verify.gates.common import gate_guard, to_result
-from verify.gates.features.checks import CHECKS, Plan, draw_plan
+from verify.gates.features.checks import CHECKS, Plan, draw_plan, plain_run
 from verify.protocol import features as protocol
 
 __all__ = ["PROTOCOL_ID", "run"]
@@ -26,7 +26,7 @@ __all__ = ["PROTOCOL_ID", "run"]
 PROTOCOL_ID = protocol.PROTOCOL_ID
 GATE: Final = "features"
 
-SAMPLES_PER_EVAL_SAMPLE = 16
+SAMPLES_PER_EVAL_SAMPLE = 4
 """Draws of the sampling test, per evaluation sample of the tier."""
 
 THREADS = 2
@@ -70,9 +70,10 @@ def _run_arm(ctx: GateContext, name: str, spec: ArmSpec, plan: Plan) -> None:
             spec, base_tree=ctx.base_tree, run_dir=ctx.run_dir / "logs", threads=THREADS, buffer_bytes=1 << 16
         ) as worker:
             arm = EngineArm(worker, geometry(ctx.target.geometry).name, specialized=spec.kind == "specialized")
+            plain = plain_run(arm, plan)
             for check, function in CHECKS.items():
                 ctx.progress(f"features: {check}, {name} arm")
-                ctx.evidence.append(GATE, {"kind": "check", "check": check, "arm": name, **function(arm, plan)})
+                ctx.evidence.append(GATE, {"kind": "check", "check": check, "arm": name, **function(arm, plan, plain)})
     except (WorkerFailure, ValueError) as failure:
         record = failure.record() if isinstance(failure, WorkerFailure) else {}
         line = {"kind": "failure", "check": check, "arm": name, "message": str(failure), "record": record}

@@ -1,5 +1,7 @@
 """The checks of the features gate: each runs two modes of one arm's engine and reports how far they differ.
 
+The mode that most of them compare with, all requests at once, is run once per arm and handed to each.
+
 All texts are random bytes from a secret seed, teacher-forced so that a near-tie cannot send two modes down different
 paths; only `speculation_greedy` and `sampling` choose tokens freely.
 """
@@ -15,7 +17,7 @@ import numpy as np
 
 from verify.evaluator.engine import Ask, EngineArm, EngineRun, difference, worst_request
 
-__all__ = ["CHECKS", "Plan", "draw_plan"]
+__all__ = ["CHECKS", "Plan", "draw_plan", "plain_run"]
 
 VOCAB_BYTES = 256
 FORCED = 12
@@ -69,7 +71,8 @@ def draw_plan(seed: int, *, requests: int, context: int, samples: int) -> Plan:
     )  # fmt: skip
 
 
-def _plain(arm: EngineArm, plan: Plan) -> EngineRun:
+def plain_run(arm: EngineArm, plan: Plan) -> EngineRun:
+    """The forced requests all at once on a fresh engine: what most checks compare another mode with."""
     arm.open(tokens=plan.longest, max_requests=len(plan.asks))
     return arm.run(plan.asks)
 
@@ -85,16 +88,14 @@ def _rule(what: str, seen: object, expected: object) -> dict[str, Any]:
     return {"what": what, "seen": seen, "expected": expected}
 
 
-def chunked_prefill(arm: EngineArm, plan: Plan) -> dict[str, Any]:
+def chunked_prefill(arm: EngineArm, plan: Plan, plain: EngineRun) -> dict[str, Any]:
     """Prompts in one chunk each, and cut into chunks that share small steps."""
-    plain = _plain(arm, plan)
     arm.open(tokens=plan.longest, max_requests=len(plan.asks), max_step_tokens=len(plan.asks) + 8)
     return _result(plain, arm.run(plan.asks), [])
 
 
-def mixed_batches(arm: EngineArm, plan: Plan) -> dict[str, Any]:
+def mixed_batches(arm: EngineArm, plan: Plan, plain: EngineRun) -> dict[str, Any]:
     """All requests at once, and arriving one by one, so that decode rows share steps with prefill chunks."""
-    plain = _plain(arm, plan)
     staggered = [with_fields(ask, arrives=2 * i) for i, ask in enumerate(plan.asks)]
     arm.open(tokens=plan.longest, max_requests=len(plan.asks), max_step_tokens=48)
     mixed = arm.run(staggered)
@@ -109,16 +110,15 @@ def mixed_batches(arm: EngineArm, plan: Plan) -> dict[str, Any]:
     return _result(plain, mixed, exact)
 
 
-def speculation(arm: EngineArm, plan: Plan) -> dict[str, Any]:
+def speculation(arm: EngineArm, plan: Plan, plain: EngineRun) -> dict[str, Any]:
     """Plain decode, and verify steps of 1 + 3 tokens whose drafts are the forced tokens."""
-    plain = _plain(arm, plan)
     arm.open(tokens=plan.longest, drafts=DRAFTS, max_requests=len(plan.asks))
     verified = arm.run(plan.asks)
     agreed = sum(answer.accepted for answer in verified.answers.values())
     return _result(plain, verified, [_rule("some drafts were accepted", agreed > 0, True)])
 
 
-def speculation_greedy(arm: EngineArm, plan: Plan) -> dict[str, Any]:
+def speculation_greedy(arm: EngineArm, plan: Plan, _plain: EngineRun) -> dict[str, Any]:
     """Free greedy text with n-gram drafts, scored by plain decode: how much better would its own choice have been?"""
     free = [with_fields(ask, forced=(), max_tokens=2 * FORCED) for ask in plan.asks]
     arm.open(tokens=plan.longest + FORCED, drafts=DRAFTS, max_requests=len(plan.asks))
@@ -135,7 +135,7 @@ def speculation_greedy(arm: EngineArm, plan: Plan) -> dict[str, Any]:
     return {"difference_nats": regret, "positions": positions, "exact": exact}
 
 
-def full_context(arm: EngineArm, plan: Plan) -> dict[str, Any]:
+def full_context(arm: EngineArm, plan: Plan, _plain: EngineRun) -> dict[str, Any]:
     """The last tokens of the longest context, decoded after two different prefills: a short and a long one."""
     longest = len(plan.full[0].prompt) + FORCED
     half = FORCED // 2
@@ -162,9 +162,8 @@ def full_context(arm: EngineArm, plan: Plan) -> dict[str, Any]:
     return {"difference_nats": seen, "positions": positions, "exact": exact}
 
 
-def slot_reuse(arm: EngineArm, plan: Plan) -> dict[str, Any]:
+def slot_reuse(arm: EngineArm, plan: Plan, plain: EngineRun) -> dict[str, Any]:
     """A fresh engine, and one whose slots and pages were all used by other requests before."""
-    plain = _plain(arm, plan)
     arm.open(tokens=plan.longest, max_requests=len(plan.asks))
     arm.run(
         [with_fields(ask, id=f"old-{ask.id}", prompt=ask.forced + ask.prompt[:-FORCED], forced=()) for ask in plan.asks]
@@ -172,16 +171,15 @@ def slot_reuse(arm: EngineArm, plan: Plan) -> dict[str, Any]:
     return _result(plain, arm.run(plan.asks), [])
 
 
-def abort(arm: EngineArm, plan: Plan) -> dict[str, Any]:
+def abort(arm: EngineArm, plan: Plan, plain: EngineRun) -> dict[str, Any]:
     """All requests, and the same with two of them aborted on the way: the others must not notice."""
-    plain = _plain(arm, plan)
     arm.open(tokens=plan.longest, max_requests=len(plan.asks))
     victims = [ask.id for ask in plan.asks[:2]]
     cut = arm.run(plan.asks, abort_at={victims[0]: 2, victims[1]: 5})
     return _result(plain, cut, [_rule("aborted requests", cut.count("aborted"), len(victims))])
 
 
-def sampling(arm: EngineArm, plan: Plan) -> dict[str, Any]:
+def sampling(arm: EngineArm, plan: Plan, _plain: EngineRun) -> dict[str, Any]:
     """Many draws of one token at temperature 1 from a decode step's logits, counted, and the arm's own distribution."""
     arm.open(tokens=len(plan.sampled[0].prompt) + 2, max_requests=64, max_step_tokens=2048)
     run = arm.run(plan.sampled)
@@ -198,7 +196,7 @@ def sampling(arm: EngineArm, plan: Plan) -> dict[str, Any]:
     return {"counts": counts, "probabilities": probabilities, "exact": exact}
 
 
-CHECKS: Mapping[str, Callable[[EngineArm, Plan], dict[str, Any]]] = {
+CHECKS: Mapping[str, Callable[[EngineArm, Plan, EngineRun], dict[str, Any]]] = {
     check.__name__: check
     for check in (
         chunked_prefill, mixed_batches, speculation, speculation_greedy, full_context, slot_reuse, abort, sampling,

@@ -11,8 +11,7 @@ import hashlib
 import importlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -39,9 +38,6 @@ from verify.snapshots import JUDGING_PATHS, export_tree
 
 __all__ = ["Job", "Verification", "gate_module", "make_candidate", "require_own_base", "verify"]
 
-UNTIMED: Sequence[GateName] = ("kernels", "path", "features", "evals")
-"""Gates that compare results and no durations: they may run side by side."""
-LANES = 2
 EDITABLE_ROOTS = ("k3_backend/kernels", "k3_backend/schedules")
 
 
@@ -132,59 +128,21 @@ def verify(job: Job) -> Verification:
     job.folder.mkdir(parents=True, exist_ok=True)
     context = _context(job)
     results: dict[GateName, GateResult] = {}
-    for group in _groups(job):
-        results |= _together(job, context, group)
-        if any(result.outcome is Outcome.FAILED for result in results.values()):
+    for gate in _selected(job):
+        result = _stored(job.folder, gate)
+        if result is None or _sets_arms(gate, context):
+            job.progress(f"{gate}: running")
+            result = gate_module(gate).run(context)
+            context.evidence.save_gate(result)
+        results[gate] = result
+        if gate == "scope" and result.outcome is not Outcome.FAILED:
+            # Only now: exporting refuses links and unsafe names, which are findings of the scope gate, not errors.
+            context.candidate_tree = export_tree(job.repo, job.candidate.head, EDITABLE_ROOTS, job.cache)
+        job.progress(f"{gate}: {result.outcome.value} ({result.seconds:.1f} s)")
+        if result.outcome is Outcome.FAILED:
             break
     verdict = decide(job.target.name, job.tier.name, dict(job.target.required), results)
     return Verification(context.candidate, results, verdict, time.monotonic() - started, context.built)
-
-
-def _together(job: Job, context: GateContext, group: Sequence[GateName]) -> dict[GateName, GateResult]:
-    """Run gates of one group, `LANES` at a time; after a failure none is started."""
-    if len(group) == 1:
-        return {group[0]: _one(job, context, group[0])}
-    results: dict[GateName, GateResult] = {}
-    waiting = list(group)
-    with ThreadPoolExecutor(LANES) as pool:
-
-        def lane() -> None:
-            while waiting and not any(result.outcome is Outcome.FAILED for result in results.values()):
-                gate = waiting.pop(0)
-                results[gate] = _one(job, context, gate)
-
-        for done in [pool.submit(lane) for _ in range(LANES)]:
-            done.result()
-    return {gate: results[gate] for gate in group if gate in results}
-
-
-def _one(job: Job, context: GateContext, gate: GateName) -> GateResult:
-    """The stored result of a gate, or a new one, stored."""
-    result = _stored(job.folder, gate)
-    if result is None or _sets_arms(gate, context):
-        job.progress(f"{gate}: running")
-        result = gate_module(gate).run(context)
-        context.evidence.save_gate(result)
-    if gate == "scope" and result.outcome is not Outcome.FAILED:
-        # Only now: exporting refuses links and unsafe names, which are findings of the scope gate, not errors.
-        context.candidate_tree = export_tree(job.repo, job.candidate.head, EDITABLE_ROOTS, job.cache)
-    job.progress(f"{gate}: {result.outcome.value} ({result.seconds:.1f} s)")
-    return result
-
-
-def _groups(job: Job) -> Iterator[Sequence[GateName]]:
-    """Gates in order; neighbours that measure no time share a group, and so the machine."""
-    group: list[GateName] = []
-    for gate in _selected(job):
-        if gate in UNTIMED:
-            group.append(gate)
-            continue
-        if group:
-            yield tuple(group)
-            group = []
-        yield (gate,)
-    if group:
-        yield tuple(group)
 
 
 def _selected(job: Job) -> Sequence[GateName]:

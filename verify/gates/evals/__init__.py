@@ -111,7 +111,7 @@ def _failed(ctx: GateContext, name: str, failure: Exception) -> _ArmFailedError:
 
 def _worker(ctx: GateContext, spec: ArmSpec) -> AbstractContextManager[Worker]:
     return Worker.start(
-        spec, base_tree=ctx.base_tree, run_dir=ctx.run_dir / "logs", threads=THREADS, buffer_bytes=1 << 16
+        spec, base_tree=ctx.base_tree, run_dir=ctx.run_dir / "logs", threads=1 if spec.kind=="standard" else THREADS, buffer_bytes=1 << 16
     )
 
 

@@ -30,8 +30,8 @@ __all__ = ["PROTOCOL_ID", "run"]
 PROTOCOL_ID = protocol.PROTOCOL_ID
 GATE: Final = "evals"
 THREADS = 2
-BATCH = 16
-REPEAT_BATCH = 5
+BATCH = 24
+REPEAT_BATCH = 16
 """Batch of the standard arm's second run: another composition, so that the A/A difference holds batching noise."""
 
 Answers = Mapping[str, Answer]
@@ -111,7 +111,7 @@ def _failed(ctx: GateContext, name: str, failure: Exception) -> _ArmFailedError:
 
 def _worker(ctx: GateContext, spec: ArmSpec) -> AbstractContextManager[Worker]:
     return Worker.start(
-        spec, base_tree=ctx.base_tree, run_dir=ctx.run_dir / "logs", threads=1 if spec.kind=="standard" else THREADS, buffer_bytes=1 << 16
+        spec, base_tree=ctx.base_tree, run_dir=ctx.run_dir / "logs", threads=THREADS, buffer_bytes=1 << 16
     )
 
 

@@ -26,7 +26,7 @@ __all__ = ["PROTOCOL_ID", "run"]
 PROTOCOL_ID = protocol.PROTOCOL_ID
 GATE: Final = "features"
 
-SAMPLES_PER_EVAL_SAMPLE = 4
+SAMPLES_PER_EVAL_SAMPLE = 8
 """Draws of the sampling test, per evaluation sample of the tier."""
 
 THREADS = 2
@@ -67,7 +67,7 @@ def _run_arm(ctx: GateContext, name: str, spec: ArmSpec, plan: Plan) -> None:
     check = "start"
     try:
         with Worker.start(
-            spec, base_tree=ctx.base_tree, run_dir=ctx.run_dir / "logs", threads=1 if spec.kind=="standard" else THREADS, buffer_bytes=1 << 16
+            spec, base_tree=ctx.base_tree, run_dir=ctx.run_dir / "logs", threads=THREADS, buffer_bytes=1 << 16
         ) as worker:
             arm = EngineArm(worker, geometry(ctx.target.geometry).name, specialized=spec.kind == "specialized")
             plain = plain_run(arm, plan)

@@ -54,7 +54,7 @@ def draw_plan(seed: int, *, requests: int, context: int, samples: int) -> Plan:
 
     lengths = [int(n) for n in rng.integers(17, 97, requests)]
     asks = tuple(Ask(id=f"r{i}", prompt=text(n), max_tokens=FORCED, forced=text(FORCED)) for i, n in enumerate(lengths))
-    shared, first = text(33), text(1)
+    shared, first = text(9), text(1)
     return Plan(
         asks=asks,
         longest=max(lengths) + FORCED,

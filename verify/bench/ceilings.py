@@ -7,9 +7,12 @@ belong to one run: the floors of a measurement use those measured beside it, nev
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from harness.errors import FasttrackError
@@ -29,11 +32,18 @@ def measure_ceilings(threads: int) -> Ceilings:
     Raises:
         FasttrackError: no compiler, or the program does not run here; says which.
     """
-    with tempfile.TemporaryDirectory(prefix="fasttrack-ceilings-") as folder:
-        program = Path(folder) / "ceilings"
-        _run(["g++", *_FLAGS, "-o", str(program), str(_SOURCE)], _BUILD_S, "a C++20 compiler (g++ 12 or later)")
-        printed = _run([str(program), str(threads)], _RUN_S, "an x86-64 CPU with AVX2 and FMA")
+    printed = _run([str(_program()), str(threads)], _RUN_S, "an x86-64 CPU with AVX2 and FMA")
     return Ceilings.from_json(json.loads(printed))
+
+
+@cache
+def _program() -> Path:
+    """The program, built once per process in a folder that goes with it."""
+    folder = tempfile.mkdtemp(prefix="fasttrack-ceilings-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    program = Path(folder) / "ceilings"
+    _run(["g++", *_FLAGS, "-o", str(program), str(_SOURCE)], _BUILD_S, "a C++20 compiler (g++ 12 or later)")
+    return program
 
 
 def _run(command: list[str], timeout_s: float, needed: str) -> str:

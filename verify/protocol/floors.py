@@ -51,7 +51,7 @@ class Ceilings:
     read: Table
     write: Table
     copy: Table
-    """Bytes read plus bytes written."""
+    """Bytes read plus bytes written, by copying or by updating in place, whichever is faster."""
     fma_gflops: float
     """f32 multiply-add, vector units."""
     bf16_gflops: float

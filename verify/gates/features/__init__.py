@@ -26,7 +26,7 @@ __all__ = ["PROTOCOL_ID", "run"]
 PROTOCOL_ID = protocol.PROTOCOL_ID
 GATE: Final = "features"
 
-SAMPLES_PER_EVAL_SAMPLE = 8
+SAMPLES_PER_EVAL_SAMPLE = 16
 """Draws of the sampling test, per evaluation sample of the tier."""
 
 THREADS = 2

@@ -5,9 +5,9 @@ each proposal with its commit before anything judges it, finished gates, and the
 nothing itself and decides nothing about merit; `verify.pipeline` does both.
 
 Each candidate is a commit on top of the current best and is screened at the task's screening tier against that best.
-Screening only chooses: it keeps a candidate that no gate refuses and whose measured ratio is above 1 in every cell of
-the task, even where so few blocks cannot prove it. At the end the last kept candidate is verified at the final tier
-against the run's baseline, with fresh processes and seeds; only that verdict accepts.
+Screening only chooses, maybe by some of the gates: it keeps a candidate that none of them refuses and whose measured
+ratio is above 1 in every cell of the task, even where so few blocks cannot prove it. At the end the last kept candidate
+is verified at the final tier against the run's baseline, with fresh processes and seeds; only that verdict accepts.
 """
 
 from __future__ import annotations
@@ -223,7 +223,12 @@ class Optimization:
         parent = self.store.get(f"proposal/{row.number}")["parent"]
         done = self.verifier(
             self._job(
-                row, baseline, best=parent, tier=self.task.search.screen_tier, folder=self.store.candidate_dir(row)
+                row,
+                baseline,
+                best=parent,
+                tier=self.task.search.screen_tier,
+                folder=self.store.candidate_dir(row),
+                gates=self.task.search.screen_gates,
             )
         )
         self.store.spend("seconds", time.monotonic() - started)
@@ -238,14 +243,12 @@ class Optimization:
 
     def _is_better(self, done: Verification) -> bool:
         """Whether a screened candidate becomes the current best."""
-        if done.verdict.word is VerdictWord.ACCEPT:
-            return True
         open_gates = [gate for gate, result in done.results.items() if result.outcome is not Outcome.PASSED]
         ratios = _ratios(done.results)
         return (
-            done.verdict.word is VerdictWord.INCOMPLETE
-            and open_gates == ["perf"]
-            and done.results["perf"].outcome is Outcome.INCONCLUSIVE
+            "perf" in done.results
+            and open_gates in ([], ["perf"])
+            and done.results["perf"].outcome in (Outcome.PASSED, Outcome.INCONCLUSIVE)
             and all(ratios.get(cell.key, 0.0) > 1.0 for cell in self.task.all_cells())
         )
 
@@ -279,7 +282,16 @@ class Optimization:
         """Evidence folder of a candidate's final verification."""
         return self.store.candidate_dir(row) / "final"
 
-    def _job(self, row: CandidateRow, baseline: Baseline, *, best: str, tier: str, folder: Path) -> Job:
+    def _job(
+        self,
+        row: CandidateRow,
+        baseline: Baseline,
+        *,
+        best: str,
+        tier: str,
+        folder: Path,
+        gates: tuple[GateName, ...] | None = None,
+    ) -> Job:
         return Job(
             settings=self.settings,
             repo=self.repo,
@@ -289,6 +301,7 @@ class Optimization:
             folder=folder,
             cache=self.cache,
             best=best,
+            gates=gates,
             task_cells=self.task.all_cells(),
             candidates_tried=self.task.search.candidates,
             progress=self.progress,

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from harness.errors import FasttrackError
-from harness.records import Cell, Record
+from harness.records import Cell, GateName, Record
 
 __all__ = ["Baseline", "Budget", "Search", "Task", "TaskCells", "load_task", "task_files"]
 
@@ -63,6 +63,8 @@ class Search(Record):
     """Candidates that one run may try: the perf gate spends its error budget over exactly so many."""
     screen_tier: str = "smoke"
     """Tier at which every candidate is judged."""
+    screen_gates: tuple[GateName, ...] | None = None
+    """Gates of that judgement; all that the target requires if null. The final one always needs all of them."""
     final_tier: str = "pr"
     """Tier at which the best screened candidate must be accepted."""
     patches: tuple[str, ...] = ()

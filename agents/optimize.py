@@ -237,9 +237,20 @@ class Optimization:
             self.store.put("kept", [*self._kept(), row.number])
             self.progress(f"candidate {row.number}: kept, measured faster than the best in every cell of the task")
             return
-        outcome: CandidateOutcome = "rejected" if done.verdict.word is VerdictWord.REJECT else "incomplete"
-        self.store.finish(row.number, outcome, _first_reason(done))
-        self.progress(f"candidate {row.number}: {outcome}, {_first_reason(done)}")
+        outcome, reason = self._refusal(done)
+        self.store.finish(row.number, outcome, reason)
+        self.progress(f"candidate {row.number}: {outcome}, {reason}")
+
+    def _refusal(self, done: Verification) -> tuple[CandidateOutcome, str]:
+        """What became of a screened candidate that is not kept, and why."""
+        if done.verdict.word is VerdictWord.REJECT:
+            return "rejected", _first_reason(done)
+        ratios = _ratios(done.results)
+        slow = {cell.key: ratios[cell.key] for cell in self.task.all_cells() if ratios.get(cell.key, 2.0) <= 1.0}
+        if slow:
+            key = min(slow, key=slow.__getitem__)
+            return "beaten", f"measured {slow[key]:.4f} times as fast as the current best in {key}"
+        return "incomplete", _first_reason(done)
 
     def _is_better(self, done: Verification) -> bool:
         """Whether a screened candidate becomes the current best."""

@@ -38,8 +38,8 @@ from harness.tables import Tables
 __all__ = ["CandidateOutcome", "CandidateRow", "EvidenceSink", "RunStore", "new_run_id"]
 
 CandidateOutcome = Literal["accepted", "rejected", "incomplete", "beaten", "duplicate", "invalid"]
-"""How a proposal ended: verdict words; `beaten` passed but a better one was kept; `duplicate` equals an earlier tree;
-`invalid` never became a tree that gates could judge."""
+"""How a proposal ended: verdict words; `beaten` was refused by no gate but another is faster in a cell of the task;
+`duplicate` equals an earlier tree; `invalid` never became a tree that gates could judge."""
 
 _RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")

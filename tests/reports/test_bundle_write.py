@@ -83,7 +83,7 @@ def test_a_result_that_does_not_follow_from_its_lines_is_not_written(tmp_path: P
     """The writer must not launder a gate's mistake into an official bundle."""
     evidence, context, rest = prepare(tmp_path)
     path = evidence / "gates/perf.json"
-    path.write_bytes(path.read_bytes().replace(b'"samples": 3', b'"samples": 30', 1))
+    path.write_bytes(path.read_bytes().replace(b'"samples": 2', b'"samples": 20', 1))
     with pytest.raises(FasttrackError, match="would not verify: metric"):
         write_bundle(evidence, tmp_path / "out", context, **rest)
     assert not (tmp_path / "out").exists()

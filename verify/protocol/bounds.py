@@ -23,7 +23,18 @@ import numpy.typing as npt
 from scipy.optimize import root_scalar
 from scipy.special import digamma, stdtrit, zeta
 
-__all__ = ["FEWEST_CELLS", "MOST_BORROWED", "TRIM_FROM", "Bounds", "Floats", "bounds", "moderate", "trimmed", "word"]
+__all__ = [
+    "FEWEST_BLOCKS",
+    "FEWEST_CELLS",
+    "MOST_BORROWED",
+    "TRIM_FROM",
+    "Bounds",
+    "Floats",
+    "bounds",
+    "moderate",
+    "trimmed",
+    "word",
+]
 
 Floats = npt.NDArray[np.float64]
 
@@ -32,8 +43,10 @@ TRIM_FROM = 6
 
 FEWEST_CELLS = 4
 """Cells from which on variances are moderated; the scatter of fewer says nothing."""
-MOST_BORROWED = 4
-"""Degrees of freedom that a cell may borrow from the others, per one of its own."""
+FEWEST_BLOCKS = 3
+MOST_BORROWED = 2
+"""Degrees of freedom that a cell may borrow from the others, per one of its own. Few, because a block's processes are
+common to its cells: what the others say about its spread is not all new."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +71,13 @@ def _quantile(alpha: float, freedom: float) -> float:
     return float(-stdtrit(freedom, alpha))
 
 
-def bounds(values: Floats, alpha: float) -> Bounds:
+def bounds(values: Floats, alpha: float, *, borrow: bool = True) -> Bounds:
     """One-sided bounds at level `alpha` each.
 
     Args:
         values: [cells, blocks] f64, one value per block; at least two blocks.
         alpha: probability, per bound, that it lies on the wrong side of the mean.
+        borrow: whether cells may borrow from each other what they know of their spread.
 
     Raises:
         ValueError: fewer than two blocks.
@@ -77,7 +91,7 @@ def bounds(values: Floats, alpha: float) -> Bounds:
     mean = kept.mean(axis=1)
     winsorised = np.clip(ordered, kept[:, :1], kept[:, -1:])
     variance, freedom = winsorised.var(axis=1, ddof=1), float(kept.shape[1] - 1)
-    if not cut:
+    if borrow and not cut and blocks >= FEWEST_BLOCKS:
         variance, freedom = moderate(variance, blocks - 1)
     reach = _quantile(alpha, freedom) * np.sqrt(variance * blocks) / kept.shape[1]
     return Bounds(mean, mean - reach, mean + reach)

@@ -3,11 +3,12 @@
 Decides, per cell and baseline, whether the candidate is faster, the same or slower, and from that whether its claims
 hold. A claim "faster" needs a lower bound of log(baseline / candidate) above 0, a claim "not slower" one above the
 declared band. All claims must hold, each at the stage's level (an intersection-union test: no correction for the number
-of cells). "At least one cell faster than the current best" is corrected for the number of cells in the first stage;
-later stages look only at the cells that passed it. Stages use different processes, seeds and orders and must agree, so
-their levels multiply to the candidate's share of the run's error budget. A stop after two blocks can only end a
-measurement without acceptance. An incomplete record never passes. Cannot see: cells outside the plan, or another
-machine. Error rates: `verify.protocol.simulate`, docs/performance-protocol.md.
+of cells); those against the standard path, which takes part in the first stage only, at the product of the levels. "At
+least one cell faster than the current best" is corrected for the number of cells in the first stage; later stages look
+only at the cells that passed it. Stages use different processes, seeds and orders and must agree, so their levels
+multiply to the candidate's share of the run's error budget. A stop after two blocks can only end a measurement without
+acceptance. An incomplete record never passes. Cannot see: cells outside the plan, or another machine.
+Error rates: `verify.protocol.simulate`, docs/performance-protocol.md.
 """
 
 from __future__ import annotations
@@ -188,18 +189,20 @@ class _Judged:
         alpha = data.stage.alpha
         self.plan = plan
         self.stage = data.stage
-        self.values: Mapping[str, Floats] = {base: data.values(base, "candidate") for base in ("standard", "best")}
-        self.bounds: Mapping[str, Bounds] = {base: bounds(values, alpha) for base, values in self.values.items()}
+        self.values: Mapping[str, Floats] = {base: data.values(base, "candidate") for base in _bases(data)}
+        levels = {"best": alpha, "standard": plan.share}
+        self.bounds: Mapping[str, Bounds] = {base: bounds(v, levels[base]) for base, v in self.values.items()}
         self.refuted: list[Finding] = []
         self.open: list[Finding] = []
         for at, cell in enumerate(plan.cells):
             for claim in cell.claims:
-                self._claim(at, cell, claim)
+                if claim.against in self.bounds:
+                    self._claim(at, cell, claim, levels[claim.against])
         self.gains = self._gains(gains)
         self.findings: Sequence[Finding] = [*self.refuted, *self.open]
         self.outcome: OutcomeWord = "failed" if self.refuted else "inconclusive" if self.open else "passed"
 
-    def _claim(self, at: int, cell: CellPlan, claim: Claim) -> None:
+    def _claim(self, at: int, cell: CellPlan, claim: Claim, level: float) -> None:
         found = self.bounds[claim.against]
         low, high = float(found.low[at]), float(found.high[at])
         verdict = _verdict(claim, low, high, self.plan.margin)
@@ -212,7 +215,7 @@ class _Judged:
             f"({math.exp(low):.4f}–{math.exp(high):.4f}, {word(low, high, self.plan.margin)}, stage {self.stage.name}, "
             f"{self.stage.blocks} blocks)"
         )
-        expected = f"lower bound above {bound:.4f} at one-sided level {self.stage.alpha:.4g}"
+        expected = f"lower bound above {bound:.4f} at one-sided level {level:.4g}"
         finding = Finding(f"perf.{code}", message, cell.key, expected, self.plan.command)
         (self.refuted if verdict == "refuted" else self.open).append(finding)
 
@@ -238,6 +241,11 @@ class _Judged:
             finding = Finding(f"perf.{code}", message, plan.keys[at[best]], expected, plan.command)
             (self.refuted if none else self.open).append(finding)
         return faster
+
+
+def _bases(data: StageData) -> Sequence[str]:
+    """Arms of a stage that the candidate is compared with."""
+    return [base for base in ("standard", "best") if data.stage.has(base)]
 
 
 _NAMES = {"standard": "standard path", "best": "current best"}
@@ -285,7 +293,7 @@ def _metrics(plan: Plan, datas: Sequence[StageData]) -> dict[str, dict[str, Any]
     """Ratios pooled over all blocks present, with 95 % intervals: for reading, not for deciding."""
     metrics: dict[str, dict[str, Any]] = {}
     for base in ("best", "standard"):
-        values = np.concatenate([data.values(base, "candidate") for data in datas], axis=1)
+        values = _pooled(datas, base)
         blocks = values.shape[1]
         if blocks < 2:
             metrics[f"worst_ratio_{base}"] = {"missing": f"{blocks} blocks were measured"}
@@ -303,6 +311,11 @@ def _metrics(plan: Plan, datas: Sequence[StageData]) -> dict[str, dict[str, Any]
     return metrics
 
 
+def _pooled(datas: Sequence[StageData], base: str) -> Floats:
+    """Values of all stages in which a baseline takes part, [cells, blocks]."""
+    return np.concatenate([data.values(base, "candidate") for data in datas if data.stage.has(base)], axis=1)
+
+
 def summarise(lines: Sequence[Line]) -> dict[str, Any]:
     """The measurement as tables for a report: per cell ratios, words and block values; controls of the rig.
 
@@ -316,14 +329,11 @@ def summarise(lines: Sequence[Line]) -> dict[str, Any]:
     rest = attempt[1]
     datas = [stage_data(plan, rest, stage) for stage in plan.stages]
     words = {base: _words(plan, datas, base) for base in ("standard", "best")}
-    values = {
-        base: np.concatenate([data.values(base, "candidate") for data in datas], axis=1)
-        for base in ("standard", "best")
-    }
+    values = {base: _pooled(datas, base) for base in ("standard", "best")}
     shown = {base: bounds(v, _DISPLAY_ALPHA) if v.shape[1] >= 2 else None for base, v in values.items()}
     measured = [data for data in datas if data.blocks]
     typical = {
-        arm: np.concatenate([data.typical_ns(arm) for data in measured if arm in data.stage.arms])
+        arm: np.concatenate([data.typical_ns(arm) for data in measured if data.stage.has(arm)])
         for arm in (datas[0].stage.arms if measured else ())
     }
     cells = []
@@ -343,8 +353,8 @@ def _words(plan: Plan, datas: Sequence[StageData], base: str) -> list[str]:
     """Per cell the most cautious word of the stages that were measured."""
     per_stage = []
     for data in datas:
-        if data.blocks >= 2:
-            found = bounds(data.values(base, "candidate"), data.stage.alpha)
+        if data.blocks >= 2 and data.stage.has(base):
+            found = bounds(data.values(base, "candidate"), plan.share if base == "standard" else data.stage.alpha)
             pairs = zip(found.low, found.high, strict=True)
             per_stage.append([word(float(low), float(high), plan.margin) for low, high in pairs])
     if not per_stage:
@@ -368,7 +378,7 @@ def _controls(plan: Plan, datas: Sequence[StageData], lines: Sequence[Line]) -> 
     measured = [data for data in datas if data.blocks]
     for arm in ("standard", "candidate"):
         if measured:
-            clocks = [data.clocks_ns(arm) for data in measured]
+            clocks = [data.clocks_ns(arm) for data in measured if data.stage.has(arm)]
             excess = np.concatenate([evaluator - own for evaluator, own in clocks])
             yield f"evaluator's clock beyond the worker's, median slice, {arm}", f"{np.median(excess) / 1e3:.0f} µs"
     floors = floors_ns(plan, lines)

@@ -67,10 +67,10 @@ def fault_findings(plan: Plan, lines: Iterable[Line], *, candidate: bool) -> Ite
 
 def work_findings(plan: Plan, lines: Iterable[Line]) -> Iterator[Finding]:
     """Timed outputs or states of the candidate that are wrong, and timed steps that took the standard path."""
-    for where, arm, cell in _arm_cells(lines):
+    for where, arm, cell, required in _arm_cells(plan, lines):
         if arm != _OWN_ARM:
             continue
-        for name, value in _exceeding(cell["checks"][arm], _required(cell["key"], arm)):
+        for name, value in _exceeding(cell["checks"][arm], required):
             message = f"outputs of the timed calls are wrong: {name} is {value:.3g}"
             expected = f"{name} at most {TOLERANCES[name]:g} against what the other arms and the reference give"
             yield Finding("perf.output_mismatch", message, where, expected, plan.command)
@@ -111,13 +111,13 @@ def rig_findings(
         yield Finding("perf.floor_missing", message, "all cells", "ceilings measured in the same run", plan.command)
     if not data.blocks:
         return
-    for where, arm, cell in _arm_cells(lines):
-        if arm != _OWN_ARM and (wrong := list(_exceeding(cell["checks"][arm], _required(cell["key"], arm)))):
+    for where, arm, cell, required in _arm_cells(plan, lines):
+        if arm != _OWN_ARM and (wrong := list(_exceeding(cell["checks"][arm], required))):
             name, value = wrong[0]
             message = f"outputs of arm {arm} are wrong: {name} is {value:.3g}"
             expected = f"{name} at most {TOLERANCES[name]:g} for an arm that was accepted before"
             yield Finding("perf.baseline_mismatch", message, where, expected, plan.command)
-    if floors is not None:
+    if floors is not None and data.stage.has("standard"):
         yield from _broken_floors(plan, data, floors)
     yield from _clock(plan, data)
     if data.stage.control:
@@ -130,19 +130,21 @@ def control_bounds(data: StageData) -> tuple[float, float, float]:
     return float(pooled.mean[0]), float(pooled.low[0]), float(pooled.high[0])
 
 
-def _arm_cells(lines: Iterable[Line]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """(where, arm, cell record) of every measured cell of every block, specialised arms only."""
+def _arm_cells(plan: Plan, lines: Iterable[Line]) -> Iterator[tuple[str, str, Mapping[str, Any], Sequence[str]]]:
+    """(where, arm, cell record, checks that it must have) of every cell of every block, specialised arms only.
+
+    Steps are compared with the standard arm where it takes part, everything else but the best with the best.
+    """
+    stages = {stage.name: stage for stage in plan.stages}
     for line in lines:
         if line.get("kind") != "block":
             continue
+        standard = stages[line["stage"]].has("standard")
         for cell in line["cells"]:
             for arm in cell["paths"]:
-                yield f"{cell['key']}, block {line['stage']}/{line['block']}", arm, cell
-
-
-def _required(key: str, arm: str) -> tuple[str, ...]:
-    """Checks that an arm must have in a cell: steps against the standard arm, everything else against the best."""
-    return (("output_broken",) if key.startswith("step/") else ()) + (("chain_broken",) if arm != "best" else ())
+                required = ["output_broken"] if standard and cell["key"].startswith("step/") else []
+                required += ["chain_broken"] if arm != "best" else []
+                yield f"{cell['key']}, block {line['stage']}/{line['block']}", arm, cell, required
 
 
 def _exceeding(checks: Mapping[str, float], required: Iterable[str]) -> Iterator[tuple[str, float]]:
@@ -184,7 +186,7 @@ def _control(plan: Plan, data: StageData) -> Iterator[Finding]:
         message = f"the current best reads {np.exp(mean):.4f} against itself ({np.exp(low):.4f}–{np.exp(high):.4f})"
         expected = f"1.00 inside the interval and within {plan.band:.1%}"
         yield Finding("perf.control", message, "all cells", expected, plan.command)
-    cells = bounds(data.values("best", "control"), CONTROL_ALPHA / (4 * len(plan.cells)))
+    cells = bounds(data.values("best", "control"), CONTROL_ALPHA / (4 * len(plan.cells)), borrow=False)
     for at in np.flatnonzero((cells.low > 0) | (cells.high < 0)):
         ratio, lower, upper = (float(np.exp(value[at])) for value in (cells.mean, cells.low, cells.high))
         message = f"the current best reads {ratio:.4f} against itself ({lower:.4f}–{upper:.4f})"

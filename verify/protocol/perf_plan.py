@@ -80,12 +80,17 @@ class Stage:
     alpha: float
     """Level of every test of this stage."""
     control: bool
-    """Whether the control arm takes part."""
+    """Whether the standard arm and the control take part. They do once per measurement: the standard arm is far away,
+    and a rig that was sound in one stage is not another one in the next."""
 
     @property
     def arms(self) -> tuple[str, ...]:
         """Arms of its blocks."""
-        return ARMS if self.control else ARMS[:3]
+        return ARMS if self.control else ("best", "candidate")
+
+    def has(self, arm: str) -> bool:
+        """Whether an arm takes part."""
+        return arm in self.arms
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,11 @@ class Plan:
     def margin(self) -> float:
         """The band as a log ratio."""
         return math.log1p(self.band)
+
+    @property
+    def share(self) -> float:
+        """The candidate's part of the error budget: level of a claim that one stage alone decides."""
+        return math.prod(stage.alpha for stage in self.stages)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -164,7 +174,7 @@ class Plan:
         Raises:
             PlanError: names the rule.
         """
-        spent = math.prod(stage.alpha for stage in self.stages)
+        spent = self.share
         budget = self.alpha_per_run / self.candidates
         rules = (
             (self.cells and len(set(self.keys)) == len(self.cells), "it has cells, each once"),

@@ -206,11 +206,11 @@ class _Visit:
 
     def _calibrated(self, cell: CellPlan) -> _Calls:
         """Slices of `SLICE_NS` for the faster of the compared arms and for the standard arm; rounds for `VISIT_NS`."""
-        fitting = {arm: calls_for(self.block, arm, cell, SLICE_NS) for arm in ("standard", "best", "candidate")}
+        fitting = {arm: calls_for(self.block, arm, cell, SLICE_NS) for arm in self.stage.arms if arm != "control"}
         others = self.block.fit(cell, max(fitting["best"], fitting["candidate"]))
         taken = _quickest(self.block, "best", cell, others)
         rounds = 2 * math.ceil(max(MIN_ROUNDS, min(MAX_ROUNDS, VISIT_NS / taken)) / 2)
-        return _Calls(others, self.block.fit(cell, fitting["standard"]), rounds)
+        return _Calls(others, self.block.fit(cell, fitting.get("standard", 1)), rounds)
 
     def _longer(self, cell: CellPlan, calls: _Calls, short: SliceTooShort) -> _Calls:
         """Enough more calls that the short slices would have lasted."""
@@ -263,11 +263,13 @@ class _Visit:
         """
         block = self.block
         final = {arm: block.left(arm, cell) for arm in compared}
-        first = early or final | {"standard": block.left("standard", cell)}
+        first = early or final
+        if "standard" in self.stage.arms and "standard" not in first:
+            first = {**first, "standard": block.left("standard", cell)}
         checks: dict[str, dict[str, float]] = {}
         for arm in compared:
             found = [block.reference(cell, first[arm])]
-            if first[arm].known_start and first["standard"].known_start:
+            if "standard" in first and first[arm].known_start and first["standard"].known_start:
                 found.append(against_standard(first[arm], first["standard"]))
             if arm != "best":
                 # The standard arm's chain is shorter; the best's has the same length and was accepted before.

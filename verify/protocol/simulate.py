@@ -124,8 +124,8 @@ class Scenario:
     gains: Mapping[int, float]
     """Cell index -> true speed relative to the best, minus one; cells not named have `other`."""
     other: float
-    standard_gain: float = 1.0
-    """True speed of the best relative to the standard path, minus one."""
+    standard_gain: float = 2.0
+    """True speed of the best relative to the standard path, minus one; below what any step cell of `cpu` measures."""
     task: bool = True
     """Whether all cells must be faster than the best; else one of them must, and none slower."""
 
@@ -187,8 +187,16 @@ class Simulator:
         return {stage.name: scenario for stage in self.stages}
 
     def _plan(self, task: bool) -> Plan:
-        claims = (Claim("standard", "faster"), Claim("best", "faster" if task else "not_slower"))
-        cells = tuple(CellPlan(key, {"scope": "step"}, claims, Traffic(0.0, 0.0, 0.0)) for key in self.keys)
+        best = Claim("best", "faster" if task else "not_slower")
+        cells = tuple(
+            CellPlan(
+                key,
+                {"scope": key.partition("/")[0]},
+                (Claim("standard", "faster"), best) if key.startswith("step/") else (best,),
+                Traffic(0.0, 0.0, 0.0),
+            )
+            for key in self.keys
+        )
         return Plan(
             target="simulated",
             tier="simulated",

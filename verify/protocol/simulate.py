@@ -360,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table.add_argument("--trials", type=int, default=1000)
     table.add_argument("--candidates", type=int, default=20)
     table.add_argument("--alpha", type=float, default=0.01)
-    table.add_argument("--band", type=float, default=0.02)
+    table.add_argument("--band", type=float, default=0.05)
     table.add_argument("--seed", type=int, default=1)
     cut = commands.add_parser("extract", help="noise file from the raw record of an A/A measurement")
     cut.add_argument("raw", type=Path)

@@ -31,13 +31,14 @@ def tuned_baseline(
     target, op, batch = settings.target(task.target), task.ops[0], task.baseline.batch
     assert batch is not None
     tuner = tuner_for(task, settings, repo, commit, cache, run_dir, progress)
-    point = tuner.tuned_for(batch)
+    point = tuner.tuned_for(batch, task.baseline.hold)
     path = schedule_path(target, op)
     tree = export_tree(repo, commit, EDITABLE_ROOTS, cache / "trees")
     committed = Schedule.load(tree / path, op=op, geometry=target.geometry, tunables=tuner.space)
     uniform = uniform_schedule(committed, point)
+    held = "".join(f", {name} held at {value}" for name, value in task.baseline.hold.items())
     chosen = ", ".join(f"{name}={value}" for name, value in point.items())
-    note = f"{op} tuned at batch {batch} ({chosen}), used in every bucket"
+    note = f"{op} tuned at batch {batch}{held} ({chosen}), used in every bucket"
     if uniform == committed:
         return Baseline(commit, note)
     folder = run_dir / "worktree"

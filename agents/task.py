@@ -47,11 +47,16 @@ class Baseline(Record):
     """`head`: the kernels and schedules as committed. `tuned_at_batch`: the task's op gets the schedule that the tuner
     finds at one batch size, used in every bucket; measured anew at the start of each run, so nobody can sandbag it."""
     batch: int | None = Field(default=None, ge=1, le=64)
+    hold: dict[str, int] = Field(default_factory=dict)
+    """Tunables that the baseline's tuning leaves at a value: for those whose best value at that batch is a toss-up, so
+    that every run starts from the same one."""
 
     @model_validator(mode="after")
     def _batch_with_its_kind(self) -> Baseline:
         if (self.batch is None) != (self.kind == "head"):
             raise ValueError("baseline.batch belongs to kind tuned_at_batch, and only there")
+        if self.hold and self.kind == "head":
+            raise ValueError("baseline.hold belongs to kind tuned_at_batch")
         return self
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agents.proposal import BestView, Exhausted, History, Proposal
+from harness.errors import FasttrackError
 from harness.records import Cell
 from k3_backend.aot.schedule import Bucket, Schedule, Tunable, render
 
@@ -91,9 +92,26 @@ class Tuner:
             f"is predicted to gain {100 * (MIN_GAIN - 1):.0f} %"
         )
 
-    def tuned_for(self, rows: int) -> Point:
-        """The point that joint descent finds best at one row count, starting from each tunable's first value."""
-        return self._descend(rows, {t.name: t.values[0] for t in self.space})[0]
+    def tuned_for(self, rows: int, hold: Point) -> Point:
+        """The point that joint descent finds best at one row count, starting from each tunable's first value.
+
+        Args:
+            rows: M.
+            hold: tunables that keep a value.
+
+        Raises:
+            FasttrackError: a held tunable is not declared, or not with that value.
+        """
+        declared = {t.name: t.values for t in self.space}
+        for name, value in hold.items():
+            if value not in declared.get(name, ()):
+                raise FasttrackError(
+                    f"{self.op} declares no tunable {name} with value {value}",
+                    where="baseline.hold",
+                    expected="; ".join(f"{known}: {', '.join(map(str, values))}" for known, values in declared.items()),
+                    next="correct the task file",
+                )
+        return self._descend(rows, {t.name: t.values[0] for t in self.space} | dict(hold), frozenset(hold))[0]
 
     # --- moves -----------------------------------------------------------------------------------------------------
 
@@ -120,18 +138,20 @@ class Tuner:
             points[rows], ratios[rows] = point, ratio
         return _Move("all tunables", points, ratios)
 
-    def _sweep(self, rows: int, centre: Point) -> tuple[float, list[tuple[str, Point, float]]]:
-        """Seconds of the centre, and of every point that differs from it in one tunable."""
+    def _sweep(
+        self, rows: int, centre: Point, held: frozenset[str] = frozenset()
+    ) -> tuple[float, list[tuple[str, Point, float]]]:
+        """Seconds of the centre, and of every point that differs from it in one tunable that is not held."""
         changes = [
             (tunable.name, {**centre, tunable.name: value})
             for tunable in self.space
             for value in tunable.values
-            if value != centre[tunable.name]
+            if value != centre[tunable.name] and tunable.name not in held
         ]
         seconds = self.timer(rows, [centre, *(point for _, point in changes)])
         return seconds[0], [(name, point, s) for (name, point), s in zip(changes, seconds[1:], strict=True)]
 
-    def _descend(self, rows: int, start: Point) -> tuple[Point, float]:
+    def _descend(self, rows: int, start: Point, held: frozenset[str] = frozenset()) -> tuple[Point, float]:
         """Repeat the best one-tunable change while it gains MIN_GAIN; the point and its ratio over the start.
 
         No point is visited twice: two noisy sweeps may each call the other's centre the faster one.
@@ -139,7 +159,7 @@ class Tuner:
         point, ratio = start, 1.0
         visited = [dict(start)]
         while True:
-            here, timed = self._sweep(rows, point)
+            here, timed = self._sweep(rows, point, held)
             fresh = [(changed, seconds) for _, changed, seconds in timed if dict(changed) not in visited]
             best, seconds = min(fresh, key=lambda entry: entry[1], default=(point, here))
             if here / seconds < MIN_GAIN:

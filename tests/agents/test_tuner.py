@@ -100,8 +100,8 @@ def test_same_history_gives_the_same_proposal(tuner: Tuner, start: Schedule, tmp
 
 def test_joint_descent_finds_the_optimum_at_each_batch(tuner: Tuner) -> None:
     """`tuned_for` regenerates the demo's baseline; a wrong optimum would sandbag it."""
-    assert tuner.tuned_for(1) == {"threads": 2, "prefetch": 0, "v_block": 8}
-    assert tuner.tuned_for(64) == {"threads": 2, "prefetch": 4, "v_block": 8}
+    assert tuner.tuned_for(1, {}) == {"threads": 2, "prefetch": 0, "v_block": 8}
+    assert tuner.tuned_for(64, {}) == {"threads": 2, "prefetch": 4, "v_block": 8}
 
 
 def test_descent_ends_when_every_sweep_calls_another_point_faster() -> None:
@@ -111,7 +111,7 @@ def test_descent_ends_when_every_sweep_calls_another_point_faster() -> None:
         return [2.0] + [1.0] * (len(points) - 1)
 
     tuner = Tuner("kda_decode", geometry="k3-nano", path=PATH, space=SPACE, cells=CELLS, timer=contradicting)
-    assert set(tuner.tuned_for(1)) == {"threads", "prefetch", "v_block"}
+    assert set(tuner.tuned_for(1, {})) == {"threads", "prefetch", "v_block"}
 
 
 def test_uniform_schedule_keeps_buckets(start: Schedule) -> None:

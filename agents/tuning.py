@@ -35,7 +35,7 @@ from verify.snapshots import JUDGING_PATHS, export_tree
 __all__ = ["KernelTimer", "schedule_path", "tuner_for"]
 
 THREADS = 2
-TURNS = 6
+TURNS = 4
 BUFFER_BYTES = 1 << 30
 TIMEOUT_S = 120.0
 INPUT_SETS = 6

@@ -106,8 +106,8 @@ def test_the_table_is_printed_for_the_stored_noise(capsys: pytest.CaptureFixture
 def test_error_rates_of_the_full_tier_with_measured_noise() -> None:
     """The decision accepts an equal cell too often, or real gains too rarely, at the full tier's number of blocks.
 
-    False accepts per run of 20: the estimate is at most 1 % plus twice its Monte Carlo error (stage levels of 2.2 % are
-    known to about a tenth of themselves from 1,000 trials each, so the product to about 15 %).
+    False accepts per run of 20: 1 % by the levels. From 500 trials each stage's rate is known to a third of itself, so
+    the estimate may be half above that; the documented table rests on more trials.
     """
     settings = load(ROOT)
     policy, tier = settings.target("cpu").perf, settings.tier("full")
@@ -119,9 +119,9 @@ def test_error_rates_of_the_full_tier_with_measured_noise() -> None:
         band=policy.not_slower_band,
         seed=11,
     )
-    rates = stage_rates(made, Scenario({0: 0.0}, 0.2), Scenario({}, 0.2), 1000)
+    rates = stage_rates(made, Scenario({0: 0.0}, 0.2), Scenario({}, 0.2), 500)
     false_accepts, _ = run_rate(rates, 20)
-    assert false_accepts <= 0.01 * 1.3, rates
-    power = accept_rate(made, made.everywhere(Scenario({}, 0.05)), 300)
+    assert false_accepts <= 0.01 * 1.5, rates
+    power = accept_rate(made, made.everywhere(Scenario({}, 0.05)), 200)
     assert power.value >= 0.9, power
     assert simulate.EQUAL_ARMS == ("best", "candidate", "control")

@@ -121,7 +121,7 @@ def test_gb300_matrix_is_pruned_by_rules_that_account_for_every_cell() -> None:
             "unknown key",
         ),
         ('geometry = "k3-nano"\n', "", "[targets.cpu]", "required key is missing"),
-        ("kernel_cases = 2 ", 'kernel_cases = "two" ', 'kernel_cases = "two"', "kernel_cases"),
+        ("kernel_cases = 1 ", 'kernel_cases = "two" ', 'kernel_cases = "two"', "kernel_cases"),
     ],
 )
 def test_contradictions_name_the_line(tmp_path: Path, old: str, new: str, at: str, says: str) -> None:

@@ -193,7 +193,7 @@ def _receipts(digests: dict[str, str]) -> dict[str, Any]:
 
 
 def perf_lines(
-    settings: Settings, artifacts: dict[str, str], *, tier: str = "smoke", gain: float = 0.25, noise: float = 0.001
+    settings: Settings, artifacts: dict[str, str], *, tier: str = "smoke", gain: float = 0.25, noise: float = 0.0001
 ) -> Lines:
     """All blocks of all stages over the cells of a tier, in the order that their seeds dictate.
 
@@ -202,7 +202,7 @@ def perf_lines(
         artifacts: `op/arch` to artifact digest.
         tier: name of the tier.
         gain: speed-up over the best at batch 1; less at larger batches.
-        noise: standard deviation of the log of a leg's time.
+        noise: standard deviation of the log of a slice's time; smoke's two blocks prove nothing with more.
     """
     target, limits = settings.target("cpu"), settings.tier(tier)
     steps = target.cells(limits)

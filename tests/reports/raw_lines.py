@@ -193,7 +193,7 @@ def _receipts(digests: dict[str, str]) -> dict[str, Any]:
 
 
 def perf_lines(
-    settings: Settings, artifacts: dict[str, str], *, tier: str = "smoke", gain: float = 0.25, noise: float = 0.0001
+    settings: Settings, artifacts: dict[str, str], *, tier: str = "smoke", gain: float = 0.25, noise: float = 0.00002
 ) -> Lines:
     """All blocks of all stages over the cells of a tier, in the order that their seeds dictate.
 

@@ -246,7 +246,8 @@ class Optimization:
         if done.verdict.word is VerdictWord.REJECT:
             return "rejected", _first_reason(done)
         ratios = _ratios(done.results)
-        slow = {cell.key: ratios[cell.key] for cell in self.task.all_cells() if ratios.get(cell.key, 2.0) <= 1.0}
+        measured = [cell.key for cell in self.task.all_cells() if cell.key in ratios]
+        slow = {key: ratios[key] for key in measured if ratios[key] <= 1.0}
         if slow:
             key = min(slow, key=slow.__getitem__)
             return "beaten", f"measured {slow[key]:.4f} times as fast as the current best in {key}"

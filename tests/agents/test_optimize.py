@@ -161,6 +161,38 @@ def test_nothing_better_ends_without_accept(repo: Repository, tmp_path: Path) ->
     assert outcomes(result) == ["rejected", "rejected"]
 
 
+@pytest.mark.parametrize(("gain", "outcome"), [(1, "accepted"), (-1, "beaten")])
+def test_screening_by_some_gates_keeps_what_is_measured_faster_only(
+    repo: Repository, tmp_path: Path, gain: int, outcome: str
+) -> None:
+    """Open claims of a screening count as a refusal, a slower candidate is kept, or its reason hides the ratio."""
+    screening = ("scope", "build", "audit", "kernels", "perf")
+    task = TASK.model_copy(update={"search": TASK.search.model_copy(update={"screen_gates": screening})})
+    sure, asked = judge(repo, []), []
+
+    def verify(job: Job) -> Verification:
+        done = sure(job)
+        if job.tier.name != "smoke":
+            return done
+        asked.append(job.gates)
+        perf = done.results["perf"].model_copy(update={"outcome": Outcome.INCONCLUSIVE, "reasons": (OPEN,)})
+        results = {gate: done.results[gate] for gate in screening} | {"perf": perf}
+        verdict = decide("cpu", job.tier.name, dict(job.target.required), results)
+        return Verification(job.candidate, results, verdict, 0.0)
+
+    with RunStore.create(tmp_path / "runs", {"command": "optimize", "start": repo.resolve("HEAD")}) as store:
+        loop = optimization(store, repo, tmp_path, [gain], verify)
+        loop.task = task
+        result = loop.run()
+    assert asked == [screening]
+    assert outcomes(result) == [outcome]
+    if outcome == "beaten":
+        assert "measured 0.9000 times" in (result.rows[0].reason or "")
+
+
+OPEN = Reason(code="perf.cell_undecided", message="open", where="cell", expected="faster", next="run")
+
+
 def test_candidate_limit_ends_the_search(repo: Repository, tmp_path: Path) -> None:
     """The perf gate spends its error budget over exactly this many candidates."""
     _, result = run(repo, tmp_path, [1, 2, 3, 4, 5, 6], [])

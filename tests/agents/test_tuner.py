@@ -9,6 +9,7 @@ import pytest
 
 from agents.proposal import Exhausted, Tried
 from agents.proposers.tuner import Tuner, uniform_schedule
+from harness.errors import FasttrackError
 from harness.records import Cell
 from k3_backend.aot.schedule import Bucket, Schedule, Tunable, render
 
@@ -102,6 +103,14 @@ def test_joint_descent_finds_the_optimum_at_each_batch(tuner: Tuner) -> None:
     """`tuned_for` regenerates the demo's baseline; a wrong optimum would sandbag it."""
     assert tuner.tuned_for(1, {}) == {"threads": 2, "prefetch": 0, "v_block": 8}
     assert tuner.tuned_for(64, {}) == {"threads": 2, "prefetch": 4, "v_block": 8}
+
+
+def test_a_held_tunable_keeps_its_value_and_must_be_declared(tuner: Tuner) -> None:
+    """A baseline that is to run on one thread gets two, or a misspelt tunable is ignored."""
+    assert tuner.tuned_for(1, {"threads": 1})["threads"] == 1
+    for hold in ({"thread": 1}, {"threads": 99}):
+        with pytest.raises(FasttrackError, match="declares no tunable"):
+            tuner.tuned_for(1, hold)
 
 
 def test_descent_ends_when_every_sweep_calls_another_point_faster() -> None:

@@ -90,14 +90,15 @@ class FakeBlock:
         self.random = random.Random(f"{sampler.seed}/{len(sampler.blocks)}")
         self.calls: dict[tuple[str, str], int] = {}
         self.done: dict[tuple[str, str], int] = {}
+        self.last: dict[tuple[str, str], int] = {}
         names = ("standard", "best", "candidate", "control", *sampler.speed)
         self.process = {arm: self.random.gauss(0, sampler.noise) for arm in dict.fromkeys(names)}
 
     def prepare(self, arm: str, cell: CellPlan, calls: int, slices: int) -> None:  # noqa: ARG002
         self.calls[arm, cell.key] = calls
 
-    def fit(self, cell: CellPlan, calls: int) -> int:
-        return calls if cell.is_step else -(-calls // 7) * 7
+    def most(self, cell: CellPlan) -> int:  # noqa: ARG002
+        return 1 << 16
 
     def reset(self, arm: str, cell: CellPlan) -> None:
         self.done[arm, cell.key] = 0
@@ -111,19 +112,24 @@ class FakeBlock:
             raise ArmFault(arm, sampler.fault[2], f"step.run: {sampler.fault[2]}")
         calls = self.calls[arm, cell.key]
         self.done[arm, cell.key] += calls
+        self.last[arm, cell.key] = calls
         per_call = sampler.speed.get(arm, sampler.speed["best"])(cell.key)
         elapsed = calls * per_call * math.exp(self.process[arm] + self.random.gauss(0, sampler.noise))
         factor = sampler.worker_factor if arm == "candidate" else 1.0
         return Slice(round(elapsed), round(elapsed * 0.999 * factor))
+
+    def again(self, arm: str, cell: CellPlan, calls: int) -> None:
+        self.done[arm, cell.key] += calls
+        self.last[arm, cell.key] = calls
 
     def paths(self, arm: str, cell: CellPlan) -> Paths:
         done = self.done[arm, cell.key]
         return Paths(0, done) if self.sampler.fallback and arm == "candidate" else Paths(done, 0)
 
     def left(self, arm: str, cell: CellPlan) -> Left:
-        # The first calls of a longer chain are those of a shorter one; an op's slices repeat one series.
+        # The first calls of a longer chain are those of a shorter one; of an op, the last slice is seen.
         values = np.random.default_rng(list(f"{self.seed}/{cell.key}".encode())).standard_normal((256, 2, 8))
-        done = self.done[arm, cell.key] if cell.is_step else self.calls[arm, cell.key]
+        done = (self.done if cell.is_step else self.last)[arm, cell.key]
         outputs = np.resize(values, (done, 2, 8)).astype(np.float32)
         left = Left({"hidden": outputs}, {"state": outputs[-1]})
         return self.sampler.corrupt(arm, cell.key, left)

@@ -7,7 +7,7 @@ import torch
 
 from k3_backend.ops import OPS
 from k3_backend.ops.registry import reference
-from verify.evaluator.inputs import CAPTURED, Call, Case, kinds, make
+from verify.evaluator.inputs import CAPTURED, Call, Case, kinds, make, smallest_batch
 from verify.evaluator.plan import draw_plan, from_json
 
 GEOMETRY = "k3-pico"
@@ -153,6 +153,25 @@ def test_the_plan_covers_classes_batches_tokens_edges_and_secret_batches() -> No
     assert [from_json(planned.to_json()) for planned in plan] == plan
     again = draw_plan(["kda_decode"], geometry=GEOMETRY, batches=(1,), tokens=(1,), draws=1, edges={})
     assert {c.seed for c in cases}.isdisjoint(planned.case.seed for planned in again)
+
+
+def test_classes_are_drawn_at_batches_that_show_them() -> None:
+    """Padding without a null request, or with nothing but null requests: the class is there in name only."""
+    for _ in range(40):
+        for op in ("kda_decode", "mla_query", "mla_decode", "mla_value"):
+            plan = draw_plan([op], geometry=GEOMETRY, batches=(1, 2), tokens=(1, 8), draws=1, edges={op: [2]})
+            assert all(p.case.batch >= smallest_batch(p.case.kind) for p in plan)
+    for seed in range(60):
+        call = make(case("kda_decode", "padding", 2 + seed % 2, 1 + seed % 3, seed=str(seed)))
+        slots = call.tensors["slots"]
+        assert slots is not None
+        null = (slots <= 0).all(1)
+        assert null.any()
+        assert not null.all()
+        assert slots.shape[1] == 1 or (slots[~null] <= 0).any(), "a token whose state nobody wants"
+        mapping = make(case("mla_query", "padding", 2, 1, seed=str(seed))).tensors["slot_mapping"]
+        assert mapping is not None
+        assert sorted((mapping < 0).tolist()) == [False, True]
 
 
 def test_every_batch_can_be_drawn() -> None:

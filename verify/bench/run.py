@@ -175,7 +175,7 @@ class _Samples:
 
 
 def _measure(block: Block, cell: CellPlan, arms: Sequence[str], repeats: int) -> _Samples:
-    calls = {arm: block.fit(cell, calls_for(block, arm, cell, SLICE_NS)) for arm in arms}
+    calls = {arm: calls_for(block, arm, cell, SLICE_NS) for arm in arms}
     for arm in arms:
         block.prepare(arm, cell, calls[arm], repeats)
         block.reset(arm, cell)

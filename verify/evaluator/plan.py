@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from verify.evaluator.inputs import Case, kinds
+from verify.evaluator.inputs import Case, kinds, smallest_batch
 
 __all__ = ["Planned", "draw_plan", "from_json"]
 
@@ -70,19 +70,14 @@ def draw_plan(
     chooser = random.SystemRandom()
     small = draws < SMALL_TIER_DRAWS
     limit = SMALL_TIER_ROWS if small else MAX_BATCH * max(tokens)
+    free = SMALL_TIER_FREE_ROWS if small else limit
     plan: list[Planned] = []
     for op in ops:
         points = _points(chooser, batches, tokens, edges.get(op, ()), limit)
         chooser.shuffle(points)
         wanted = [kind for kind in kinds(op) for _ in range(draws)]
         chooser.shuffle(wanted)
-        for at in range(max(len(points), len(wanted))):
-            batch, count = (
-                points[at]
-                if at < len(points)
-                else _any_point(chooser, tokens, SMALL_TIER_FREE_ROWS if small else limit)
-            )
-            kind = wanted[at] if at < len(wanted) else chooser.choice(kinds(op))
+        for kind, (batch, count) in _pairs(chooser, wanted, points, kinds(op), tokens, free):
             case = Case(op, kind, batch, count, chooser.choice((1, 2, 2)), secrets.token_hex(16), geometry)
             plan.append(Planned(case, contended=chooser.random() < 1 / 3))
     return plan
@@ -103,8 +98,25 @@ def _points(
     return sorted(points)
 
 
-def _any_point(chooser: random.Random, tokens: Sequence[int], limit: int) -> tuple[int, int]:
+def _pairs(
+    chooser: random.Random,
+    wanted: Sequence[str],
+    points: Sequence[tuple[int, int]],
+    known: Sequence[str],
+    tokens: Sequence[int],
+    limit: int,
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Every wanted class once and every point once, each class at a point that is large enough for it."""
+    left = list(points)
+    for kind in sorted(wanted, key=smallest_batch, reverse=True):  # stable: the order is random but for these
+        at = next((at for at, (batch, _) in enumerate(left) if batch >= smallest_batch(kind)), None)
+        yield kind, _any_point(chooser, tokens, limit, smallest_batch(kind)) if at is None else left.pop(at)
+    for point in left:
+        yield chooser.choice([kind for kind in known if point[0] >= smallest_batch(kind)]), point
+
+
+def _any_point(chooser: random.Random, tokens: Sequence[int], limit: int, smallest: int) -> tuple[int, int]:
     """Any point in scope; small ones more often, since every class must be seen there and they cost little."""
     count = chooser.choice((1, *tokens))
-    largest = max(1, min(MAX_BATCH, limit // count))
-    return min(largest, round(largest ** chooser.random())), count
+    largest = max(smallest, min(MAX_BATCH, limit // count))
+    return max(smallest, round(largest ** chooser.random())), count

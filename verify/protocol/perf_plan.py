@@ -20,7 +20,7 @@ __all__ = [
     "Stage", "cell_order", "plan_stages", "seed_digest", "slice_order",
 ]  # fmt: skip
 
-PROTOCOL_ID = "perf/2"
+PROTOCOL_ID = "perf/3"
 
 ARMS = ("standard", "best", "candidate", "control")
 """`control` is a second process of the current best, entered as if it were a candidate."""

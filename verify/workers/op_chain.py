@@ -1,9 +1,9 @@
 """Methods that time single ops: a chain of calls over windows of a bank of inputs, one native replay for all of them.
 
 Call i of a chain reads M rows of each activation's bank, a few rows further on than call i - 1, and writes outputs of
-its own, so no call repeats another's contents and none of them leaves the caches that a real step would find its
-activations in. States evolve from
-call to call. The evaluator fills the banks and compares outputs and states; nothing is judged here.
+its own, so no call repeats another's contents, and inputs are in the caches as in a real step. States evolve from call
+to call. Every run of the chain starts with poisoned outputs and scratch, so none can use what an earlier one left but
+the states. The evaluator fills the banks and compares outputs and states; nothing is judged here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class _OpChain:
     calls: list[dict[str, Tensor | None]]
     attrs: Mapping[str, int | float]
     launches: LaunchList | None = None
-    repeats: int = 1
     done: int = 0
     """Calls since the last reset."""
     kept: list[dict[str, Tensor]] = field(default_factory=list)
@@ -59,9 +58,8 @@ def chain(
     outputs: Mapping[str, Any],
     attrs: Mapping[str, int | float],
     rows: int,
-    windows: int,
+    count: int,
     shift: int,
-    repeats: int,
     compile_mode: str | None = None,
     cache: str = "",
 ) -> dict[str, Any]:
@@ -71,14 +69,13 @@ def chain(
         session: the worker's.
         op: op name.
         tensors: view by name, null for an absent optional one. An activation with rows is a bank of
-            `rows + (windows - 1) * shift` rows, of which call i gets `rows` from row `i * shift` on. All others are
+            `rows + (count - 1) * shift` rows, of which call i gets `rows` from row `i * shift` on. All others are
             shared by all calls.
-        outputs: by name `view`, u8 [windows, bytes] with aligned rows, and `dtype` and `shape` of what is in a row.
+        outputs: by name `view`, u8 [count, bytes] with aligned rows, and `dtype` and `shape` of what is in a row.
         attrs: attributes by name.
         rows: M.
-        windows: different calls.
+        count: calls of the chain.
         shift: rows between the windows of neighbouring calls; keeps every window aligned.
-        repeats: how often the series of calls is run.
         compile_mode: mode of torch.compile for the standard arm; eager if null.
         cache: folder that keeps what was compiled.
 
@@ -93,7 +90,7 @@ def chain(
     states = {t.name: bound[t.name] for t in spec.tensors if t.role == "state"}
     calls = [
         {t.name: _window(t, bound[t.name], rows, at * shift) for t in spec.tensors if t.role != "output"}
-        for at in range(windows)
+        for at in range(count)
     ]
     start = {name: state.clone() for name, state in states.items()}
     banks = [as_tensor(session, made["view"]) for made in outputs.values()]
@@ -102,7 +99,7 @@ def chain(
         from verify.workers.compiled import compiled_op  # importing the compiler takes two seconds
 
         function = compiled_op(op, compile_mode, cache)
-    made = _OpChain(function, None, states, start, banks, results, calls, dict(attrs), repeats=repeats)
+    made = _OpChain(function, None, states, start, banks, results, calls, dict(attrs))
     if session.kind == "specialized":
         loaded = kernels(session)[op]
         if loaded.choose(rows) is None:
@@ -118,31 +115,37 @@ def chain(
 
 
 def reset(session: Session, *, warm: int) -> dict[str, Any]:
-    """Run the series untimed, then go back to the start states; poison outputs and scratch."""
+    """Run the chain untimed, so often; then go back to the start states."""
     made = _made(session)
     for _ in range(warm):
-        _series(made)
+        _run(made, len(made.calls))
     made.done = 0
-    made.kept.clear()
     for name, state in made.states.items():
         state.copy_(made.start[name])
+    if made.pool is not None:
+        settle()  # its threads exist
+    return clear(session)
+
+
+def clear(session: Session) -> dict[str, Any]:
+    """Poison outputs and scratch: nothing that an earlier run left there may help the next one."""
+    made = _made(session)
+    made.kept.clear()
     for bank in made.output_banks:
         bank.fill_(0xFF)
     if made.pool is not None:
-        settle()  # its threads exist
         made.pool.scratch[:] = 0xFF
     return {}
 
 
-def run(session: Session) -> dict[str, Any]:
-    """Run the chain, from the states that the last run left: `ns` on this process's clock."""
+def run(session: Session, *, count: int) -> dict[str, Any]:
+    """Run the chain's first calls, from the states that the last run left: `ns` on this process's clock."""
     made = _made(session)
     with torch.inference_mode():
         start = time.perf_counter_ns()
-        for _ in range(made.repeats):
-            _series(made)
+        _run(made, count)
         elapsed = time.perf_counter_ns() - start
-    made.done += made.repeats * len(made.calls)
+    made.done += count
     return {"ns": elapsed}
 
 
@@ -168,12 +171,12 @@ def poison_scratch(backend: DecodeBackend) -> None:
         backend.pool.scratch[:] = 0xFF
 
 
-def _series(made: _OpChain) -> None:
+def _run(made: _OpChain, count: int) -> None:
     if made.launches is not None:
-        made.launches.replay()
+        made.launches.replay(count)
         return
     function = made.standard
-    made.kept = [function(arguments, made.attrs) for arguments in made.calls]
+    made.kept = [function(arguments, made.attrs) for arguments in made.calls[:count]]
 
 
 def _window(spec: TensorSpec, tensor: Tensor | None, rows: int, at: int) -> Tensor | None:
@@ -210,6 +213,7 @@ def _made(session: Session) -> _OpChain:
 METHODS: dict[str, Method] = {
     "step.op_chain": chain,
     "step.op_reset": reset,
+    "step.op_clear": clear,
     "step.op_run": run,
     "step.op_finish": finish,
     "step.op_release": release,

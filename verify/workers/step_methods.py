@@ -195,15 +195,15 @@ def reset(session: Session, *, warm: int) -> dict[str, Any]:
     return {}
 
 
-def run(session: Session, *, calls: int) -> dict[str, Any]:
+def run(session: Session, *, count: int) -> dict[str, Any]:
     """Run the next steps of the chain: `ns` on this process's clock."""
     opened = _open(session)
     made = _made(opened)
     backend = opened.backend
-    part = slice(made.done, made.done + calls)
+    part = slice(made.done, made.done + count)
     batches, outputs = made.batches[part], made.outputs[part]
-    if len(batches) != calls:
-        raise ValueError(f"{calls} steps asked for, {len(batches)} are left of the chain")
+    if len(batches) != count:
+        raise ValueError(f"{count} steps asked for, {len(batches)} are left of the chain")
     with torch.inference_mode():
         start = time.perf_counter_ns()
         if backend is None:
@@ -214,7 +214,7 @@ def run(session: Session, *, calls: int) -> dict[str, Any]:
             for output, batch in zip(outputs, batches, strict=True):
                 output.copy_(backend.forward(batch))
         elapsed = time.perf_counter_ns() - start
-    made.done += calls
+    made.done += count
     return {"ns": elapsed}
 
 

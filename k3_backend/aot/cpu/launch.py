@@ -131,8 +131,10 @@ class Pool:
         self.close: Callable[[], object] = weakref.finalize(self, _destroy, library, address, self._pid)
         """Stop the helpers and free the scratch memory; also runs when the pool is collected. Later replays raise."""
 
-    def replay(self, launches: ctypes.Array[_Launch], error: ctypes.Array[ctypes.c_char], times_ns: int | None) -> int:
-        """Run packed launches; -1, or the index of the launch that failed. Use `LaunchList.replay`."""
+    def replay(
+        self, launches: ctypes.Array[_Launch], count: int, error: ctypes.Array[ctypes.c_char], times_ns: int | None
+    ) -> int:
+        """Run the first `count` launches; -1, or the index of the one that failed. Use `LaunchList.replay`."""
         if not self.close.alive:  # type: ignore[attr-defined]
             raise BackendError(
                 "the pool is closed", where="Pool.replay", expected="a live pool", next="make a new pool"
@@ -140,7 +142,7 @@ class Pool:
         if os.getpid() != self._pid:
             what = f"the pool's workers live in process {self._pid}, not in its fork"
             raise BackendError(what, where="Pool.replay", expected="a pool of this process", next="make a new pool")
-        failed: int = self._library.k3_replay(self._address, launches, len(launches), times_ns, error, len(error))
+        failed: int = self._library.k3_replay(self._address, launches, count, times_ns, error, len(error))
         return failed
 
     @property
@@ -300,21 +302,24 @@ class LaunchList:
         self._counters.append(counter)
         self._packed = None
 
-    def replay(self) -> None:
-        """Run all launches once, in order.
+    def replay(self, count: int | None = None) -> None:
+        """Run the first `count` launches once, in order; all of them by default.
 
         Raises:
             LaunchError: a kernel returned an error; launches after it did not run.
+            ValueError: the list does not have so many.
         """
-        self._run(None)
+        if count is not None and not 0 <= count <= len(self):
+            raise ValueError(f"{count} launches asked for of a list of {len(self)}")
+        self._run(len(self) if count is None else count, None)
 
     def replay_timed(self) -> list[int]:
         """Run all launches once; nanoseconds of each, including its dispatch (about 25 ns of clock reading)."""
         times = np.zeros(len(self), dtype=np.int64)
-        self._run(times.ctypes.data)
+        self._run(len(self), times.ctypes.data)
         return [int(t) for t in times]
 
-    def _run(self, times_ns: int | None) -> None:
+    def _run(self, count: int, times_ns: int | None) -> None:
         if self._packed is None:
             self._packed = (_Launch * len(self))(
                 *(
@@ -322,7 +327,7 @@ class LaunchList:
                     for (op, counter), arguments in zip(self._entries, self._arguments, strict=True)
                 )
             )
-        failed = self.pool.replay(self._packed, self._error, times_ns)
+        failed = self.pool.replay(self._packed, count, self._error, times_ns)
         if failed >= 0:
             op, layer, site = self._names[failed]
             raise LaunchError(self._error.value.decode("utf-8", "replace"), op=op, layer=layer, site=site)

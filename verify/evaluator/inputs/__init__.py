@@ -21,7 +21,7 @@ from verify.evaluator.inputs.captured import captured
 from verify.evaluator.inputs.draw import ACTIVATION_KINDS, Case, Draw, Source
 from verify.evaluator.inputs.masks import Attrs, Inputs, Masks, Tensors
 
-__all__ = ["CAPTURED", "Call", "Case", "Masks", "kinds", "make", "nudge"]
+__all__ = ["CAPTURED", "Call", "Case", "Masks", "kinds", "make", "nudge", "smallest_batch"]
 
 CAPTURED = "captured"
 """The input class that every op has: activations and states of a seeded model in mid-decode."""
@@ -71,6 +71,14 @@ class Call:
 def kinds(op: str) -> tuple[str, ...]:
     """Input classes of an op, `captured` last; KeyError for an unknown op."""
     return (*_SOURCES[op].kinds, CAPTURED)
+
+
+_SMALLEST_BATCH = {"padding": 2, "empty": 2, "sharded": 2, "ragged": 4}
+
+
+def smallest_batch(kind: str) -> int:
+    """Requests from which an input class shows what it is for, such as null requests beside others."""
+    return _SMALLEST_BATCH.get(kind, 1)
 
 
 def make(case: Case, salt: str = "") -> Call:

@@ -28,8 +28,10 @@ def mla_query(d: Draw) -> Inputs:
     pages = 2 + -(-2 * rows // page)
     flat = (d.permutation((pages - 1) * page) + page)[:rows].to(torch.int64)
     if d.kind == "padding":
-        flat[d.chance(0.4, (rows,))] = -1
-        flat[d.integer(0, rows - 1)] = -1
+        order = d.permutation(rows)
+        lost = d.chance(0.4, (rows,))
+        lost[order[-1]], lost[order[0]] = False, True  # one of each where there are two
+        flat[lost] = -1
     tensors: Tensors = {
         "proj": d.activation((rows, g.mla_proj_rows)),
         "q_norm": d.norm_weight(g.q_lora),

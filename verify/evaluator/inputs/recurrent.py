@@ -60,14 +60,19 @@ def kda_decode(d: Draw) -> Inputs:
 
 
 def _remove_slots(d: Draw, slots: Tensor) -> None:
-    """Null out whole requests (as a padded batch has them) and single later slots, in place. One of each at least."""
+    """Null out whole requests (as a padded batch has them) and single later slots, in place.
+
+    From two requests on, at least one is null and at least one is not; with several tokens, one of the latter lacks a
+    later slot.
+    """
     batch, tokens = slots.shape
     null = d.chance(0.3, (batch,))
-    if batch > 1:
-        null[d.integer(0, batch - 1)] = True
-        null[d.integer(0, batch - 1)] = False
+    dead, alive = [*d.permutation(batch).tolist(), None][:2]
+    if alive is not None:
+        null[dead], null[alive] = True, False
     if tokens > 1:
         unwanted = d.chance(0.2, (batch, tokens))
+        unwanted[dead if alive is None else alive, d.integer(1, tokens - 1)] = True
         unwanted[:, 0] = False
         slots[unwanted] = 0
     slots[null] = -d.integers(0, 1, (int(null.sum()), tokens)).to(torch.int32)

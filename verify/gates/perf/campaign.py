@@ -40,7 +40,6 @@ asking and answering would count."""
 VISIT_NS = 120_000_000
 """Time per compared arm and visit, in as many slices as that makes, within `MIN_ROUNDS` and `MAX_ROUNDS`."""
 MAX_ROUNDS = 40
-_MAX_CALLS = 1 << 20
 _MAX_TRIES = 8
 _PROBES = 3
 
@@ -123,12 +122,12 @@ def _run_block(
 
 def calls_for(block: Block, arm: str, cell: CellPlan, nanoseconds: float) -> int:
     """Calls of an arm that take about so long; found by slices of growing length, which also warm it up."""
-    calls = 1
+    calls, most = 1, block.most(cell)
     while True:
         taken = _quickest(block, arm, cell, calls)
-        if taken >= nanoseconds or calls >= _MAX_CALLS:
-            return max(1, math.floor(calls * nanoseconds / taken))
-        calls = block.fit(cell, min(_MAX_CALLS, max(2 * calls, math.ceil(calls * nanoseconds / taken))))
+        if taken >= nanoseconds or calls >= most:
+            return min(most, max(1, math.floor(calls * nanoseconds / taken)))
+        calls = min(most, max(2 * calls, math.ceil(calls * nanoseconds / taken)))
 
 
 def _quickest(block: Block, arm: str, cell: CellPlan, calls: int) -> int:
@@ -207,17 +206,17 @@ class _Visit:
     def _calibrated(self, cell: CellPlan) -> _Calls:
         """Slices of `SLICE_NS` for the faster of the compared arms and for the standard arm; rounds for `VISIT_NS`."""
         fitting = {arm: calls_for(self.block, arm, cell, SLICE_NS) for arm in self.stage.arms if arm != "control"}
-        others = self.block.fit(cell, max(fitting["best"], fitting["candidate"]))
+        others = max(fitting["best"], fitting["candidate"])
         taken = _quickest(self.block, "best", cell, others)
         rounds = 2 * math.ceil(max(MIN_ROUNDS, min(MAX_ROUNDS, VISIT_NS / taken)) / 2)
-        return _Calls(others, self.block.fit(cell, fitting.get("standard", 1)), rounds)
+        return _Calls(others, fitting.get("standard", 1), rounds)
 
     def _longer(self, cell: CellPlan, calls: _Calls, short: SliceTooShort) -> _Calls:
         """Enough more calls that the short slices would have lasted."""
-        factor = max(1.25, SLICE_NS / short.nanoseconds)
+        factor, most = max(1.25, SLICE_NS / short.nanoseconds), self.block.most(cell)
         if short.arm == "standard":
-            return calls._replace(standard=self.block.fit(cell, math.ceil(calls.standard * factor)))
-        return calls._replace(others=self.block.fit(cell, math.ceil(calls.others * factor)))
+            return calls._replace(standard=min(most, math.ceil(calls.standard * factor)))
+        return calls._replace(others=min(most, math.ceil(calls.others * factor)))
 
     def _measured(self, cell: CellPlan, calls: _Calls) -> dict[str, Any]:
         """One visit: all slices in the order of the seed, then what the arms left behind."""
@@ -240,12 +239,20 @@ class _Visit:
             if median < MIN_SLICE_NS:
                 raise SliceTooShort(arm, median)
         compared = [arm for arm in arms if arm != "standard"]
+        again: int | None = None
+        if not cell.is_step:
+            # What a kernel that counts its calls leaves out of a slice could be made good by the slice's last calls.
+            # Where this run ends it cannot know.
+            again = 1 + secrets.randbelow(calls.others)
+            for arm in compared:
+                block.again(arm, cell, again)
         return {
             "key": cell.key,
             "calls": calls.others,
             "standard_calls": calls.standard,
             "rounds": calls.rounds,
             "restarts": self._restarts[cell.key],
+            "again": again,
             "order": order_code(self.seed, cell.key, calls.rounds, arms),
             "ns": [taken.evaluator_ns for _, taken in slices],
             "worker_ns": [taken.worker_ns for _, taken in slices],

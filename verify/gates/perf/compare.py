@@ -33,7 +33,7 @@ class Left:
     states: Mapping[str, Array] = field(default_factory=dict)
     """State -> written part, f32."""
     known_start: bool = True
-    """Whether call i of the outputs is the i-th call from the start state; not so if a series with states repeats."""
+    """Whether call i of the outputs is the i-th from the start state; not so of an op with states that ran before."""
 
 
 def against_standard(left: Left, standard: Left) -> dict[str, float]:

@@ -30,9 +30,12 @@ from verify.workers.shared import ALIGNMENT, ITEM_BYTES, STORAGE, View
 
 __all__ = ["OpCell"]
 
-_OUTPUT_BYTES = 16 << 20
-"""Outputs of all windows of a chain together; a longer chain repeats its windows."""
-_MAX_WINDOWS = 256
+_OUTPUT_BYTES = 128 << 20
+"""Outputs of all calls of a chain together."""
+_MAX_CALLS = 1 << 13
+"""Of a chain: binding a call takes longer than running a small one."""
+_BANK_CALLS = 256
+"""Calls whose rows are drawn at once: a case with states draws those of all its requests too."""
 _BANK_TRIES = 64
 _PAGE = 64
 
@@ -60,9 +63,9 @@ class OpCell:
             self._set_context(int(size["context"]), geometry)
         self._written = self._call.masks.written
         self._shift = self._aligned_shift()
-        self._banks = self._draw_banks()
+        self._banks = self._draw_banks(0)
+        self._drawn = 1
         self._stateful = any(t.role == "state" for t in self._spec.tensors)
-        self._repeats: dict[str, int] = {}
         self._views: dict[str, dict[str, View]] = {}
         self._expected: tuple[int, Mapping[str, Any]] | None = None
         """A sampled call and what the reference makes of it."""
@@ -80,20 +83,23 @@ class OpCell:
         Args:
             arm: name.
             worker: its process; the buffer is empty.
-            calls: of a slice; every slice runs the same series of them, on states that go on.
+            calls: of a slice; every slice runs the same ones, on states that go on.
             guard: turns a worker's failure into the arm's fault.
             options: of torch.compile, for a standard arm that uses it.
 
         Returns:
             Why no planner would launch it, else None.
         """
-        windows, self._repeats[arm] = self._series(calls)
+        while self._bank_rows < self._rows + (calls - 1) * self._shift:
+            more = self._draw_banks(self._drawn)
+            self._banks = {name: torch.cat([bank, more[name]], self._axis(name)) for name, bank in self._banks.items()}
+            self._drawn += 1
         views: dict[str, View] = {}
         for spec in self._spec.tensors:
             if spec.role == "output":
                 row = -(-_nbytes(*self._call.outputs[spec.name]) // ALIGNMENT) * ALIGNMENT
-                views[spec.name] = worker.buffer.view("u8", (windows, row))
-            elif (tensor := self._input(spec, 0, self._rows + (windows - 1) * self._shift)) is not None:
+                views[spec.name] = worker.buffer.view("u8", (calls, row))
+            elif (tensor := self._input(spec, 0, self._rows + (calls - 1) * self._shift)) is not None:
                 views[spec.name] = worker.buffer.view(spec.dtype, tuple(tensor.shape))
                 worker.buffer.array(views[spec.name])[...] = _bits(tensor)
         self._views[arm] = views
@@ -109,42 +115,41 @@ class OpCell:
                 },
                 attrs=self._call.attrs,
                 rows=self._rows,
-                windows=windows,
+                count=calls,
                 shift=self._shift,
-                repeats=self._repeats[arm],
                 **options,
             )
         refused: str | None = answer["refused"]
         return refused
 
-    def fit(self, calls: int) -> int:
-        """The least length of a chain that is not shorter: a whole number of series of windows."""
-        windows, repeats = self._series(calls)
-        return windows * repeats
+    @property
+    def most(self) -> int:
+        """Calls of the longest chain."""
+        each = sum(_nbytes(dtype, shape) for dtype, shape in self._call.outputs.values())
+        return max(1, min(_MAX_CALLS, _OUTPUT_BYTES // max(each, 1)))
 
-    def left(self, arm: str, worker: Worker, slices: int) -> Left:
-        """Outputs of all windows and the written parts of states, after so many slices."""
+    def left(self, arm: str, worker: Worker, calls: int, *, first: bool) -> Left:
+        """Outputs and the written parts of states after a run of so many calls; `first`: no timed one went before."""
         views = self._views[arm]
         outputs = {}
         for name, (dtype, shape) in self._call.outputs.items():
-            rows = worker.buffer.array(views[name])[:, : _nbytes(dtype, shape)]
+            rows = worker.buffer.array(views[name])[:calls, : _nbytes(dtype, shape)]
             outputs[name] = _values(rows.copy().view(STORAGE[dtype]).reshape(len(rows), *shape), dtype)
         states = {}
         for name, mask in self._written.items():
             states[name] = _values(worker.buffer.array(views[name])[mask.numpy()], views[name].dtype)
-        return Left(outputs, states, known_start=self._repeats[arm] * slices == 1 or not self._stateful)
+        return Left(outputs, states, known_start=first or not self._stateful)
 
     def reference(self, left: Left) -> Mapping[str, float]:
         """Distance of one secret call from the reference; of the first call where the op has states.
 
-        Empty for an op without outputs, and for one with states whose windows repeat: no call's start is known then,
-        and the standard arm's chain is what speaks for it.
+        Empty for an op without outputs, and for one with states that ran before: no call's start is known then.
         """
         if not self._call.outputs or not left.known_start:
             return {}
-        windows = len(next(iter(left.outputs.values())))
-        if self._expected is None or self._expected[0] >= windows:
-            at = 0 if self._stateful else secrets.randbelow(windows)
+        calls = len(next(iter(left.outputs.values())))
+        if self._expected is None or self._expected[0] >= calls:
+            at = 0 if self._stateful else secrets.randbelow(calls)
             inputs = {
                 t.name: self._input(t, at * self._shift, self._rows) for t in self._spec.tensors if t.role != "output"
             }
@@ -152,13 +157,6 @@ class OpCell:
             self._expected = at, {name: want[name].numpy() for name in self._call.outputs}
         at, expected = self._expected
         return against_reference({name: value[at] for name, value in left.outputs.items()}, expected)
-
-    def _series(self, calls: int) -> tuple[int, int]:
-        """(windows, repeats) of a chain."""
-        each = sum(_nbytes(dtype, shape) for dtype, shape in self._call.outputs.values())
-        most = max(1, min(calls, _MAX_WINDOWS, _OUTPUT_BYTES // max(each, 1)))
-        repeats = -(-calls // most)
-        return -(-calls // repeats), repeats
 
     def _aligned_shift(self) -> int:
         """Least number of rows by which every bank can be moved without leaving the alignment that ops require."""
@@ -170,18 +168,28 @@ class OpCell:
                 shift = math.lcm(shift, ALIGNMENT // math.gcd(ALIGNMENT, row))
         return shift
 
-    def _draw_banks(self) -> dict[str, Tensor]:
-        """One activation tensor each, with rows enough for the longest chain.
+    @property
+    def _bank_rows(self) -> int:
+        """Rows of each bank; no op lacks one."""
+        name, bank = next(iter(self._banks.items()))
+        return bank.shape[self._axis(name)]
+
+    def _axis(self, name: str) -> int:
+        """The dimension of a bank's rows."""
+        return self._spec.tensor(name).dims.index("M")
+
+    def _draw_banks(self, part: int) -> dict[str, Tensor]:
+        """One activation tensor each, with rows for `_BANK_CALLS` calls or more; other values for every part.
 
         They come from a larger case of the op, and sizes and attributes of a case are random: cases are drawn until one
         has the same optional tensors and the same widths.
         """
         banked = [t for t in self._spec.tensors if t.role == "activation" and "M" in t.dims]
-        requests = -(-(self._rows + (_MAX_WINDOWS - 1) * self._shift) // self._tokens)
+        requests = -(-(self._rows + (_BANK_CALLS - 1) * self._shift) // self._tokens)
         wanted = {t.name: _row_shape(t, self._tensors[t.name]) for t in banked}
         for attempt in range(_BANK_TRIES):
             case = replace(self._case, batch=requests, seed=f"{self._case.seed}/{attempt}")
-            drawn = make(case, f"{self._seed}/bank").tensors
+            drawn = make(case, f"{self._seed}/bank/{part}").tensors
             if {t.name: _row_shape(t, drawn[t.name]) for t in banked} == wanted:
                 return {t.name: tensor for t in banked if (tensor := drawn[t.name]) is not None}
         raise RuntimeError(f"{self._case.id}: no larger case with rows {wanted} in {_BANK_TRIES} draws")

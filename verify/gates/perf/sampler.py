@@ -40,24 +40,30 @@ class Paths(NamedTuple):
 class Block(Protocol):
     """Fresh processes of some arms with fresh secret contents.
 
-    The sequence of an arm in a visit is `prepare`, `reset`, `slice` as often as asked for, `left` (in between too) and
-    `paths`. All of them raise `ArmFault` if the process died, hung, raised or refused.
+    The sequence of an arm in a visit is `prepare`, `reset`, `slice` as often as asked for, for an op also `again`, then
+    `left` (in between too) and `paths`. All of them raise `ArmFault` if the process died, hung, raised or refused.
     """
 
     def prepare(self, arm: str, cell: CellPlan, calls: int, slices: int) -> None:
         """Set a cell's chain in an arm's process: so many slices of so many calls."""
 
-    def fit(self, cell: CellPlan, calls: int) -> int:
-        """The least number of calls that a slice of the cell can have and that is not below `calls`."""
+    def most(self, cell: CellPlan) -> int:
+        """The largest number of calls that a slice of the cell can have."""
 
     def reset(self, arm: str, cell: CellPlan) -> None:
         """Run a few untimed calls, then go back to the chain's start; poison what the timed calls must write."""
 
     def slice(self, arm: str, cell: CellPlan) -> Slice:
-        """Run the chain's next calls against the clock."""
+        """Run the chain's next calls against the clock; of an op, its one chain, on states that go on."""
+
+    def again(self, arm: str, cell: CellPlan, calls: int) -> None:
+        """Run the first calls of an op's chain once more, not timed; `left` then tells of this run."""
 
     def left(self, arm: str, cell: CellPlan) -> Left:
-        """What the slices since `reset` left behind. Which part of the state is secret, and drawn after the first."""
+        """What the slices since `reset` left behind; of an op, the last run.
+
+        Which part of the state is secret, and drawn after the first.
+        """
 
     def paths(self, arm: str, cell: CellPlan) -> Paths:
         """Timed calls since `reset`."""

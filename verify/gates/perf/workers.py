@@ -31,6 +31,8 @@ CALL_S = 60.0
 """Deadline of a request: honest ones take a fraction of a second."""
 COMPILE_S = 900.0
 _SAMPLE_ELEMENTS = 1 << 24
+_MAX_STEPS = 1 << 12
+"""Of a slice of whole steps, far above what its duration needs."""
 
 T = TypeVar("T")
 
@@ -142,9 +144,9 @@ class WorkerBlock:
             outputs=outputs.to_json(),
         )
 
-    def fit(self, cell: CellPlan, calls: int) -> int:
-        """See `Block.fit`."""
-        return calls if cell.is_step else self._op(cell).fit(calls)
+    def most(self, cell: CellPlan) -> int:
+        """See `Block.most`."""
+        return _MAX_STEPS if cell.is_step else self._op(cell).most
 
     def reset(self, arm: str, cell: CellPlan) -> None:
         """See `Block.reset`."""
@@ -158,12 +160,19 @@ class WorkerBlock:
         """See `Block.slice`."""
         calls, done = self._slices[arm]
         self._slices[arm] = calls, done + 1
-        if cell.is_step and (untimed := _untimed(calls)):
-            self._call(arm, "step.run", calls=untimed)
-        params = {"calls": calls} if cell.is_step else {}
+        if not cell.is_step:
+            self._call(arm, "step.op_clear")
+        elif untimed := _untimed(calls):
+            self._call(arm, "step.run", count=untimed)
         with self._guard(arm):
-            answer, seconds = self._workers[arm].timed_call(f"{_prefix(cell)}run", timeout_s=CALL_S, **params)
+            answer, seconds = self._workers[arm].timed_call(f"{_prefix(cell)}run", timeout_s=CALL_S, count=calls)
         return Slice(round(seconds * 1e9), int(answer["ns"]))
+
+    def again(self, arm: str, cell: CellPlan, calls: int) -> None:  # noqa: ARG002
+        """See `Block.again`."""
+        self._slices[arm] = calls, self._slices[arm][1] + 1
+        self._call(arm, "step.op_clear")
+        self._call(arm, "step.op_run", count=calls)
 
     def paths(self, arm: str, cell: CellPlan) -> Paths:
         """See `Block.paths`."""
@@ -175,7 +184,8 @@ class WorkerBlock:
         worker = self._workers[arm]
         self._call(arm, f"{_prefix(cell)}finish")
         if not cell.is_step:
-            return self._op(cell).left(arm, worker, slices=self._slices[arm][1])
+            calls, runs = self._slices[arm]
+            return self._op(cell).left(arm, worker, calls, first=runs == 1)
         sample = self._samples.setdefault(cell.key, secrets.token_hex(16))
         mark = worker.buffer.used
         target = worker.buffer.view("f32", (_SAMPLE_ELEMENTS,))

@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -56,19 +57,21 @@ class EvidenceSink:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._files: dict[str, JsonLines] = {}
+        self._lock = threading.Lock()
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append one line to `raw/<name>.jsonl`; it is on disk when this returns.
+        """Append one line to `raw/<name>.jsonl`; it is on disk when this returns. Several threads may append.
 
         Raises:
             FasttrackError: full or read-only disk; earlier lines are intact.
             ValueError: NaN, infinity or a value that JSON does not have.
         """
-        self._file(name).append([line])
+        self.append_block(name, [line])
 
     def append_block(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append several lines in one write and one wait for the disk; after a crash a prefix of them may remain."""
-        self._file(name).append(lines)
+        with self._lock:
+            self._file(name).append(lines)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """All complete lines of `raw/<name>.jsonl`; empty if it does not exist."""

@@ -5,6 +5,7 @@ Exports come from git objects, never from a working tree, and are shared between
 
 from __future__ import annotations
 
+import compileall
 import os
 import shutil
 import tempfile
@@ -39,5 +40,7 @@ def export_tree(repo: Repository, commit: str, prefixes: tuple[str, ...], cache:
             shutil.rmtree(stale)
         partial = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=cache))
         repo.export(commit, partial, prefixes)
+        if prefixes == JUDGING_PATHS:  # a worker may not write, so each would compile all that it imports
+            compileall.compile_dir(partial, quiet=2)
         os.rename(partial, final)
     return final

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from harness import sandbox
 from harness.records import GateName
@@ -12,7 +14,13 @@ from verify.context import GateContext
 from verify.evaluator.worker import ArmSpec
 from verify.protocol.decision import Decision, Finding
 
-__all__ = ["best_arm", "candidate_arm", "missing_arms", "standard_arm"]
+__all__ = ["UNTIMED_STANDARD_THREADS", "best_arm", "candidate_arm", "missing_arms", "side_by_side", "standard_arm"]
+
+UNTIMED_STANDARD_THREADS = 1
+"""Where nothing is timed, the standard arm leaves a CPU to the candidate beside it; its small operations hardly gain
+from a second thread."""
+
+T = TypeVar("T")
 
 
 def standard_arm() -> ArmSpec:
@@ -35,6 +43,31 @@ def best_arm(ctx: GateContext) -> ArmSpec:
 def _specialized(artifacts: Mapping[str, Artifact], schedules: Path, runtime: Artifact) -> ArmSpec:
     paths = {op: artifact.path for op, artifact in artifacts.items()} | {"runtime": runtime.path}
     return ArmSpec("specialized", paths, schedules)
+
+
+def side_by_side(work: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """Results of several pieces of work, each done in a thread of its own at the same time.
+
+    Not for anything timed. Ends when all have ended, and then raises what one of them raised. The threads are daemons:
+    an interrupted evaluator ends at once, and the sandboxes that its threads have started die with it.
+    """
+    results: dict[str, T] = {}
+    errors: list[BaseException] = []
+
+    def run(name: str, function: Callable[[], T]) -> None:
+        try:
+            results[name] = function()
+        except BaseException as error:  # handed on to the caller's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=item, name=item[0], daemon=True) for item in work.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
 
 
 def missing_arms(gate: GateName, ctx: GateContext) -> Decision | None:

@@ -183,6 +183,7 @@ class Worker:
         threads: int,
         buffer_bytes: int,
         scratch: Path | None = None,
+        timed: bool = False,
     ) -> Iterator[Worker]:
         """Start a worker and stop its whole process tree at the end, however the block is left.
 
@@ -193,6 +194,8 @@ class Worker:
             threads: threads that kernels and torch may use.
             buffer_bytes: size of the shared buffer; memory is taken when touched.
             scratch: a folder the worker may write, for arms whose code is trusted (a compile cache).
+            timed: torch's threads spin between operations, as in an engine; else they sleep and leave the CPUs to
+                others.
 
         Raises:
             WorkerFailure: it did not come up.
@@ -212,6 +215,7 @@ class Worker:
                 control=theirs.fileno(),
                 memory=buffer.fd,
                 scratch=scratch,
+                timed=timed,
             )
         except BaseException:
             ours.close()
@@ -343,9 +347,19 @@ _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Weights and caches on huge pages, as serving has them: where small pages happen to lie makes processes of the same
 arm differ by some per cent."""
 
+_SLEEPING = {"OMP_WAIT_POLICY": "passive"}
+
 
 def _spawn(
-    arm: ArmSpec, *, base_tree: Path, log: Path, threads: int, control: int, memory: int, scratch: Path | None
+    arm: ArmSpec,
+    *,
+    base_tree: Path,
+    log: Path,
+    threads: int,
+    control: int,
+    memory: int,
+    scratch: Path | None,
+    timed: bool,
 ) -> subprocess.Popen[bytes]:
     argv = [sys.executable, "-I", "-B", "-c", _BOOTSTRAP, str(base_tree), str(control), str(memory)]
     readable = [base_tree, *sandbox.python_paths(), *arm.artifacts.values()]
@@ -357,7 +371,7 @@ def _spawn(
             ro=readable,
             rw=[] if scratch is None else [scratch],
             cwd=base_tree,
-            env=_HUGE_PAGES | dict.fromkeys(_THREAD_COUNTS, str(threads)),
+            env=_HUGE_PAGES | dict.fromkeys(_THREAD_COUNTS, str(threads)) | ({} if timed else _SLEEPING),
             pass_fds=(control, memory),
             limits=sandbox.Limits(
                 file_bytes=LOG_BYTES if scratch is None else _SCRATCH_FILE_BYTES,

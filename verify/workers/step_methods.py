@@ -97,7 +97,7 @@ def open_model(
         compile_mode: mode of torch.compile for the standard step; eager if null.
         cache: folder that keeps what was compiled.
     """
-    torch.set_num_threads(session.threads)
+    torch.set_num_threads(1)  # all arms do this at once; with more threads each, they wait for each other
     shape = geometry_of(geometry)
     weights = ModelWeights.seeded(shape, int(generator(seed, "weights").integers(1 << 62)))
     pages = 1 + requests + -(-cached // PAGE)
@@ -122,6 +122,7 @@ def open_model(
         from verify.workers.compiled import compiled_step  # importing the compiler takes two seconds
 
         step = compiled_step(compile_mode, cache)
+    torch.set_num_threads(session.threads)
     session.areas[_AREA] = _Open(seed, weights, state, pristine, backend, step)
     return {"parameters": weights.parameters}
 

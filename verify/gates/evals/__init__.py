@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -19,7 +20,7 @@ import numpy as np
 from harness.records import EvidenceClass, GateResult
 from verify.context import GateContext
 from verify.evals.suites import SCORED_TOKENS, SUITES, forced_text, own_text_asks, recall_asks
-from verify.evaluator.arms import candidate_arm, missing_arms, standard_arm
+from verify.evaluator.arms import UNTIMED_STANDARD_THREADS, candidate_arm, missing_arms, side_by_side, standard_arm
 from verify.evaluator.engine import Answer, Ask, EngineArm
 from verify.evaluator.worker import ArmSpec, Worker, WorkerFailure
 from verify.gates.common import gate_guard, to_result
@@ -58,13 +59,19 @@ def run(ctx: GateContext) -> GateResult:
     }  # fmt: skip
     ctx.evidence.append(GATE, header)
     try:
-        asks, standard, repeat = _standard(ctx, seed, samples, (contexts[0] // 2, contexts[0]))
-        candidate = _score(ctx, "candidate", candidate_arm(ctx), asks, BATCH)
+        texts: Future[list[Ask]] = Future()
+        scored = side_by_side(
+            {
+                "standard": lambda: _standard(ctx, seed, samples, (contexts[0] // 2, contexts[0]), texts),
+                "candidate": lambda: _candidate(ctx, texts),
+            }
+        )
     except _ArmFailedError:
         pass
     else:
-        for ask in asks:
-            ctx.evidence.append(GATE, _line(ask, standard[ask.id], repeat[ask.id], candidate[ask.id]))
+        for ask in texts.result():
+            answers = [run[ask.id] for run in (*scored["standard"], *scored["candidate"])]
+            ctx.evidence.append(GATE, _line(ask, *answers))
     ctx.evidence.append(GATE, {"kind": "end"})
     decision = protocol.decide(ctx.evidence.lines(GATE))
     return to_result(
@@ -73,46 +80,50 @@ def run(ctx: GateContext) -> GateResult:
 
 
 def _standard(
-    ctx: GateContext, seed: int, samples: int, contexts: tuple[int, int]
-) -> tuple[list[Ask], Answers, Answers]:
-    """Let the standard arm write the texts, then score it on them twice."""
-    ctx.progress("evals: standard arm")
+    ctx: GateContext, seed: int, samples: int, contexts: tuple[int, int], texts: Future[list[Ask]]
+) -> list[Answers]:
+    """Let the standard arm write the texts, hand them over, then score it on them twice."""
     seeds = np.random.SeedSequence(seed).generate_state(len(SUITES))
     recall = [
         recall_asks(suite, int(s), samples, context)
         for suite, s, context in zip(SUITES[1:], seeds[1:], contexts, strict=True)
     ]
     try:
-        with _worker(ctx, standard_arm()) as worker:
-            arm = EngineArm(worker, ctx.target.geometry, specialized=False)
+        with _engine(ctx, "standard", standard_arm(), UNTIMED_STANDARD_THREADS) as arm:
             writing = own_text_asks(int(seeds[0]), samples)
             written = _generate(arm, writing, BATCH)
-            texts = [forced_text(ask, written[ask.id]) for ask in writing]
-            asks = [*texts, *(ask for group in recall for ask in group)]
-            return asks, _generate(arm, asks, BATCH), _generate(arm, asks, REPEAT_BATCH)
-    except (WorkerFailure, ValueError) as failure:
-        raise _failed(ctx, "standard", failure) from failure
+            asks = [forced_text(ask, written[ask.id]) for ask in writing]
+            asks += [ask for group in recall for ask in group]
+            texts.set_result(asks)
+            return [_generate(arm, asks, batch) for batch in (BATCH, REPEAT_BATCH)]
+    except BaseException as error:
+        if not texts.done():  # the other arm waits
+            texts.set_exception(error)
+        raise
 
 
-def _score(ctx: GateContext, name: str, spec: ArmSpec, asks: Sequence[Ask], batch: int) -> Answers:
+def _candidate(ctx: GateContext, texts: Future[list[Ask]]) -> list[Answers]:
+    with _engine(ctx, "candidate", candidate_arm(ctx), THREADS) as arm:
+        return [_generate(arm, texts.result(), BATCH)]
+
+
+@contextmanager
+def _engine(ctx: GateContext, name: str, spec: ArmSpec, threads: int) -> Iterator[EngineArm]:
+    """An arm's engine; a worker that dies leaves a failure line.
+
+    Raises:
+        _ArmFailedError: the line is written.
+    """
     ctx.progress(f"evals: {name} arm")
     try:
-        with _worker(ctx, spec) as worker:
-            return _generate(EngineArm(worker, ctx.target.geometry, specialized=True), asks, batch)
+        with Worker.start(
+            spec, base_tree=ctx.base_tree, run_dir=ctx.run_dir / "logs", threads=threads, buffer_bytes=1 << 16
+        ) as worker:
+            yield EngineArm(worker, ctx.target.geometry, specialized=spec.kind == "specialized")
     except (WorkerFailure, ValueError) as failure:
-        raise _failed(ctx, name, failure) from failure
-
-
-def _failed(ctx: GateContext, name: str, failure: Exception) -> _ArmFailedError:
-    record = failure.record() if isinstance(failure, WorkerFailure) else {}
-    ctx.evidence.append(GATE, {"kind": "failure", "arm": name, "message": str(failure), "record": record})
-    return _ArmFailedError(name)
-
-
-def _worker(ctx: GateContext, spec: ArmSpec) -> AbstractContextManager[Worker]:
-    return Worker.start(
-        spec, base_tree=ctx.base_tree, run_dir=ctx.run_dir / "logs", threads=THREADS, buffer_bytes=1 << 16
-    )
+        record = failure.record() if isinstance(failure, WorkerFailure) else {}
+        ctx.evidence.append(GATE, {"kind": "failure", "arm": name, "message": str(failure), "record": record})
+        raise _ArmFailedError(name) from failure
 
 
 def _generate(arm: EngineArm, asks: Sequence[Ask], batch: int) -> Answers:

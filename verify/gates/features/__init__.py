@@ -14,7 +14,7 @@ from typing import Final
 from harness.records import EvidenceClass, GateResult
 from k3_backend.geometry import geometry
 from verify.context import GateContext
-from verify.evaluator.arms import candidate_arm, missing_arms, standard_arm
+from verify.evaluator.arms import UNTIMED_STANDARD_THREADS, candidate_arm, missing_arms, side_by_side, standard_arm
 from verify.evaluator.engine import EngineArm
 from verify.evaluator.worker import ArmSpec, Worker, WorkerFailure
 from verify.gates.common import gate_guard, to_result
@@ -53,8 +53,12 @@ def run(ctx: GateContext) -> GateResult:
         "arms": {"candidate": dict(ctx.candidate.artifacts)},
     }  # fmt: skip
     ctx.evidence.append(GATE, header)
-    for name, spec in (("standard", standard_arm()), ("candidate", candidate_arm(ctx))):
-        _run_arm(ctx, name, spec, plan)
+    side_by_side(
+        {
+            "standard": lambda: _run_arm(ctx, "standard", standard_arm(), UNTIMED_STANDARD_THREADS, plan),
+            "candidate": lambda: _run_arm(ctx, "candidate", candidate_arm(ctx), THREADS, plan),
+        }
+    )
     ctx.evidence.append(GATE, {"kind": "end"})
     decision = protocol.decide(ctx.evidence.lines(GATE))
     return to_result(
@@ -62,12 +66,12 @@ def run(ctx: GateContext) -> GateResult:
     )
 
 
-def _run_arm(ctx: GateContext, name: str, spec: ArmSpec, plan: Plan) -> None:
+def _run_arm(ctx: GateContext, name: str, spec: ArmSpec, threads: int, plan: Plan) -> None:
     """One line per check; a worker that dies ends its arm with a failure line, which fails the gate."""
     check = "start"
     try:
         with Worker.start(
-            spec, base_tree=ctx.base_tree, run_dir=ctx.run_dir / "logs", threads=THREADS, buffer_bytes=1 << 16
+            spec, base_tree=ctx.base_tree, run_dir=ctx.run_dir / "logs", threads=threads, buffer_bytes=1 << 16
         ) as worker:
             arm = EngineArm(worker, geometry(ctx.target.geometry).name, specialized=spec.kind == "specialized")
             plain = plain_run(arm, plan)

@@ -7,14 +7,15 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from k3_backend.geometry import Geometry
+from verify.evaluator.arms import side_by_side
 from verify.evaluator.worker import ArmSpec, Worker, WorkerFailure
 from verify.gates.perf.compare import Left
 from verify.gates.perf.ops import OpCell
@@ -33,8 +34,6 @@ COMPILE_S = 900.0
 _SAMPLE_ELEMENTS = 1 << 24
 _MAX_STEPS = 1 << 12
 """Of a slice of whole steps, far above what its duration needs."""
-
-T = TypeVar("T")
 
 
 class WorkerSampler:
@@ -84,7 +83,12 @@ class WorkerSampler:
     def _start(self, arm: str) -> contextlib.AbstractContextManager[Worker]:
         scratch = self._scratch if arm in self._compiled else None
         return Worker.start(
-            self._arms[arm], **self._where, threads=self._threads, buffer_bytes=BUFFER_BYTES, scratch=scratch
+            self._arms[arm],
+            **self._where,
+            threads=self._threads,
+            buffer_bytes=BUFFER_BYTES,
+            scratch=scratch,
+            timed=True,
         )
 
 
@@ -116,7 +120,7 @@ class WorkerBlock:
                 "tokens": max(int(c["tokens"]) for c in steps),
                 "cached": max(int(c["batch"]) * (int(c["context"]) + int(c["tokens"])) for c in steps),
             }
-            _together(list(workers), lambda arm: self._open(arm, sizes))
+            side_by_side({arm: partial(self._open, arm, sizes) for arm in workers})  # not timed
 
     def prepare(self, arm: str, cell: CellPlan, calls: int, slices: int) -> None:
         """See `Block.prepare`."""
@@ -251,18 +255,6 @@ def _untimed(calls: int) -> int:
 def bf16_values(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """f32 values of a bf16 tensor given as its bits in u16; a copy."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _together(arms: Sequence[str], work: Callable[[str], T]) -> dict[str, T]:
-    """Do the same for all arms at once; loading and filling are not timed."""
-
-    def guarded(arm: str) -> T:
-        with _as_fault(arm):
-            return work(arm)
-
-    with ThreadPoolExecutor(len(arms)) as pool:
-        futures = {arm: pool.submit(guarded, arm) for arm in arms}
-    return {arm: future.result() for arm, future in futures.items()}
 
 
 class _Foreign:

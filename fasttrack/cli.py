@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+
+# Before torch is imported: the evaluator's threads sleep between operations, so that what they wait for has the CPUs.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import typer
 from typer.main import get_command

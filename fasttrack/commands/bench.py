@@ -9,8 +9,6 @@ import typer
 from fasttrack.console import Json, Output
 from fasttrack.workspace import Workspace
 from harness.errors import FasttrackError
-from verify.bench.run import bench as run_bench
-from verify.gates.perf.sampler import ArmFault
 
 __all__ = ["register"]
 
@@ -31,6 +29,9 @@ def bench(
     json: Json = False,
 ) -> None:
     """Measure speed and share of the floor. Decides nothing about a candidate; `verify` does."""
+    from verify.bench.run import bench as run_bench  # torch takes seconds, which other commands need not wait for
+    from verify.gates.perf.sampler import ArmFault
+
     out, workspace = Output(json), Workspace.here()
     settings = workspace.settings
     try:

@@ -7,12 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from agents.baseline import tuned_baseline
 from agents.optimize import Baseline, Optimization, RunResult
 from agents.proposal import Proposer
 from agents.proposers.replay import Replay
 from agents.task import Task
-from agents.tuning import tuner_for
 from fasttrack.commands.verify import gate_rows, verdict_lines
 from fasttrack.console import EXIT_FALLS_SHORT, EXIT_FINE, EXIT_INCOMPLETE, Json, Output
 from fasttrack.evidence import bundle_of
@@ -171,6 +169,8 @@ def _finish(workspace: Workspace, store: RunStore, task: Task, path: Path, out: 
 def _baseline(workspace: Workspace, store: RunStore, task: Task, commit: str, out: Output) -> Baseline:
     if task.baseline.kind == "head":
         return Baseline(commit, "kernels and schedules as committed")
+    from agents.baseline import tuned_baseline  # torch takes seconds, which other commands need not wait for
+
     return tuned_baseline(task, workspace.settings, workspace.repo, commit, workspace.cache, store.path, out.say)
 
 
@@ -178,6 +178,8 @@ def _proposer(workspace: Workspace, store: RunStore, task: Task, path: Path, com
     if task.search.agent == "replay":
         folder = (workspace.root / path).parent
         return Replay(tuple(folder / patch for patch in task.search.patches))
+    from agents.tuning import tuner_for  # as above
+
     return tuner_for(task, workspace.settings, workspace.repo, commit, workspace.cache, store.path, out.say)
 
 

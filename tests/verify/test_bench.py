@@ -15,7 +15,6 @@ from harness.records import Cell
 from harness.settings import load
 from k3_backend.geometry import geometry
 from tests.verify.perf_records import CEILINGS, FakeSampler
-from verify.bench import ceilings as ceilings_module
 from verify.bench import run as bench_module
 from verify.bench.ceilings import measure_ceilings
 from verify.bench.records import BenchReport
@@ -39,7 +38,7 @@ def run_fake(
         return sampler
 
     monkeypatch.setattr(bench_module, "WorkerSampler", fake_sampler)
-    monkeypatch.setattr(bench_module, "measure_ceilings", lambda _threads: CEILINGS)
+    monkeypatch.setattr(bench_module, "measure_ceilings", lambda _threads, _cache: CEILINGS)
     monkeypatch.setattr(bench_module, "specialized_arm", lambda *_: ArmSpec("specialized"))
     settings = load(ROOT)
     report = bench(tmp_path, settings, settings.target("cpu"), peers=peers, progress=silent, **given)
@@ -134,9 +133,8 @@ def test_without_a_compiler_ceilings_are_missing_and_not_guessed(
     """A default bandwidth stands in for one that could not be measured."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FasttrackError, match="cannot be measured"):
-        measure_ceilings(1)
-    monkeypatch.setattr(ceilings_module, "_SOURCE", tmp_path / "absent.cc")
-    monkeypatch.undo()
+        measure_ceilings(1, tmp_path)
+    assert not (tmp_path / "ceilings").exists()
 
 
 def test_floors_of_cells_follow_context_and_batch() -> None:
@@ -153,9 +151,10 @@ def test_floors_of_cells_follow_context_and_batch() -> None:
 
 
 @pytest.mark.slow
-def test_measured_ceilings_are_plausible_and_fall_with_the_working_set() -> None:
+def test_measured_ceilings_are_plausible_and_fall_with_the_working_set(tmp_path: Path) -> None:
     """The ceilings program measures an empty loop, or one thread."""
-    one, two = measure_ceilings(1), measure_ceilings(2)
+    one, two = measure_ceilings(1, tmp_path), measure_ceilings(2, tmp_path)
+    assert len(list((tmp_path / "ceilings").iterdir())) == 1, "the program is built once"
     for found in (one, two):
         assert [size for size, _ in found.read] == sorted(size for size, _ in found.read)
         rates = [rate for table in (found.read, found.write, found.copy) for _, rate in table]

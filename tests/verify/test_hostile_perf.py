@@ -75,7 +75,7 @@ def arm(folder: Path, name: str, before: str, run: str = ALL) -> ArmSpec:
 def decided(folder: Path, best: ArmSpec, candidate: ArmSpec) -> Decision:
     """What the perf decision says of a candidate that has to be faster in both cells."""
     plan = make_plan(blocks=8, task=CELLS, cells=CELLS, band=0.05)
-    evidence = begin(folder / "run", plan, ceilings=measure_ceilings(2))
+    evidence = begin(folder / "run", plan, ceilings=measure_ceilings(2, folder))
     arms = {"standard": ArmSpec("standard"), "best": best, "candidate": candidate}
     sampler = WorkerSampler(arms, NANO, base_tree=ROOT, run_dir=folder / "logs", threads=2)
     run_campaign(plan, sampler, evidence, silent)

@@ -7,12 +7,11 @@ belong to one run: the floors of a measurement use those measured beside it, nev
 
 from __future__ import annotations
 
-import atexit
+import hashlib
 import json
-import shutil
+import os
 import subprocess
 import tempfile
-from functools import cache
 from pathlib import Path
 
 from harness.errors import FasttrackError
@@ -24,25 +23,33 @@ _SOURCE = Path(__file__).with_name("ceilings.cc")
 _FLAGS = ("-std=c++20", "-O3", "-march=x86-64", "-pthread", "-Wno-psabi")
 _BUILD_S = 120.0
 _RUN_S = 120.0
+_COMPILER = "a C++20 compiler (g++ 12 or later)"
 
 
-def measure_ceilings(threads: int) -> Ceilings:
+def measure_ceilings(threads: int, cache: Path) -> Ceilings:
     """Build and run the program with the threads that arms may use. Takes a few seconds.
+
+    Args:
+        threads: as many as arms may use.
+        cache: folder that keeps the built program.
 
     Raises:
         FasttrackError: no compiler, or the program does not run here; says which.
     """
-    printed = _run([str(_program()), str(threads)], _RUN_S, "an x86-64 CPU with AVX2 and FMA")
+    printed = _run([str(_program(cache)), str(threads)], _RUN_S, "an x86-64 CPU with AVX2 and FMA")
     return Ceilings.from_json(json.loads(printed))
 
 
-@cache
-def _program() -> Path:
-    """The program, built once per process in a folder that goes with it."""
-    folder = tempfile.mkdtemp(prefix="fasttrack-ceilings-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    program = Path(folder) / "ceilings"
-    _run(["g++", *_FLAGS, "-o", str(program), str(_SOURCE)], _BUILD_S, "a C++20 compiler (g++ 12 or later)")
+def _program(cache: Path) -> Path:
+    """The program, built once per source, flags and compiler."""
+    version = _run(["g++", "--version"], _BUILD_S, _COMPILER)
+    parts = (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version.encode())
+    program = cache / "ceilings" / hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    if not program.is_file():
+        program.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=program.parent) as folder:
+            _run(["g++", *_FLAGS, "-o", f"{folder}/ceilings", str(_SOURCE)], _BUILD_S, _COMPILER)
+            os.replace(f"{folder}/ceilings", program)  # whole or not at all, however many build it
     return program
 
 

@@ -93,7 +93,8 @@ def bench(
     arms |= {peer: ArmSpec("standard") for peer in peers}
     compiled = {peer: mode for peer in peers if (mode := PEERS[peer]) is not None}
     progress("bench: measuring the ceilings of this machine")
-    ceilings = measure_ceilings(THREADS)
+    cache = artifact_cache(root)
+    ceilings = measure_ceilings(THREADS, cache)
     sampler = WorkerSampler(
         arms, shape, base_tree=root, run_dir=scratch / "logs", threads=THREADS, compiled=compiled, scratch=scratch
     )
@@ -107,7 +108,7 @@ def bench(
             progress(f"bench: {plan.key} ({number + 1} of {len(plans)})")
             samples.append(_measure(block, plan, tuple(arms), repeats))
         foreign = block.foreign_share()
-    ceilings = merge(ceilings, measure_ceilings(THREADS))
+    ceilings = merge(ceilings, measure_ceilings(THREADS, cache))
     return BenchReport(
         target=target.name,
         geometry=target.geometry,

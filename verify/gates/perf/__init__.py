@@ -11,6 +11,7 @@ import time
 
 from harness.records import EvidenceClass, GateResult
 from k3_backend.geometry import geometry
+from verify.arms import artifact_cache
 from verify.bench.ceilings import measure_ceilings
 from verify.context import Arms, GateContext
 from verify.evaluator.arms import best_arm, candidate_arm, missing_arms, standard_arm
@@ -68,7 +69,9 @@ def _plan(ctx: GateContext, arms: Arms) -> Plan:
 
 def _add_ceilings(ctx: GateContext) -> None:
     ctx.progress("perf: measuring the ceilings of this machine")
-    ctx.evidence.append("perf", {"kind": "ceilings", "ceilings": measure_ceilings(THREADS).record()})
+    ctx.evidence.append(
+        "perf", {"kind": "ceilings", "ceilings": measure_ceilings(THREADS, artifact_cache(ctx.repo.root)).record()}
+    )
 
 
 def _check_ceilings(ctx: GateContext) -> None:

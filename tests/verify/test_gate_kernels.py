@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 from gate_fixtures import SETTINGS, make_bench
-from measured_fixtures import PICO, ROOT, build_faults, codes, fault_batch, line_of, plain_context, started
+from measured_fixtures import PICO, build_faults, codes, fault_batch, line_of, plain_context, started
 
 from harness import sandbox
 from harness.records import Outcome
@@ -21,10 +22,9 @@ from verify.context import Arms
 from verify.evaluator import execute
 from verify.evaluator.contention import Competitors
 from verify.evaluator.inputs import Case, kinds
-from verify.evaluator.plan import Planned
+from verify.evaluator.plan import Planned, from_json
 from verify.evaluator.receipts import receipts
-from verify.evaluator.replay import replay_case
-from verify.evaluator.worker import ArmSpec, Worker, WorkerCrashed, WorkerTimeout
+from verify.evaluator.worker import Worker, WorkerCrashed, WorkerTimeout
 from verify.gates import kernels, path
 from verify.protocol.kernels import PROTOCOL_ID, case_fails, decide
 
@@ -124,13 +124,12 @@ def test_receipts_name_the_mapped_objects(worker: Worker, built: Built, tmp_path
     assert receipts(worker.tasks(), {"kda_decode": Artifact.read(copied)})["kda_decode"]["mapped"] is None
 
 
-def test_a_stored_case_can_be_run_again(worker: Worker, built: Built, tmp_path: Path) -> None:
+def test_a_stored_case_can_be_run_again(worker: Worker) -> None:
     """Evidence whose seed does not bring the finding back."""
     fault = next(f for f in FAULTS if f.name == "layout")
     line = line_of(worker, fault_case(fault))
-    planned = Planned(fault_case(fault), contended=False).to_json()
-    arm = ArmSpec("specialized", {op: artifact.path for op, artifact in built[0].items()}, built[1])
-    again = replay_case(planned, arm, base_tree=ROOT, run_dir=tmp_path)
+    stored = json.loads(json.dumps(Planned(fault_case(fault), contended=False).to_json()))
+    again = line_of(worker, from_json(stored).case)
     assert again["inputs_sha256"] == line["inputs_sha256"]
     assert again["values"] == line["values"]
     assert codes(again) == codes(line)

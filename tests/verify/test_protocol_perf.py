@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import math
@@ -11,18 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from harness.records import Cell, Measurement
 from tests.verify.perf_records import CEILINGS, OP_CELL, STEP_CELLS, FakeSampler, make_plan, record, speeds
 from verify.protocol import perf
-from verify.protocol.bounds import MOST_BORROWED, bounds, moderate, trimmed, word
-from verify.protocol.floors import GUARD, Ceilings, Traffic, floor, merge, transfer_ns
+from verify.protocol.floors import Traffic
 from verify.protocol.perf import below_floor, decide, summarise
-from verify.protocol.perf_data import midmean, order_code, visit_value
 from verify.protocol.perf_plan import (
     ARMS,
     MIN_ROUNDS,
@@ -125,103 +119,6 @@ def test_a_candidate_with_the_bests_digests_is_not_measured() -> None:
     assert decide(lines).outcome == "failed"
 
 
-@pytest.mark.parametrize("missing", ["end", "last block", "first begin", "header", "everything"])
-def test_an_incomplete_record_never_passes(accepted: list[dict[str, Any]], missing: str) -> None:
-    """Missing blocks read as a shorter, still successful measurement."""
-    blocks = [at for at, line in enumerate(accepted) if line["kind"] == "block"]
-    begins = [at for at, line in enumerate(accepted) if line["kind"] == "begin"]
-    drop = {
-        "end": [len(accepted) - 1],
-        "last block": [blocks[-1]],
-        "first begin": [begins[0]],
-        "header": [0],
-        "everything": range(len(accepted)),
-    }[missing]
-    assert decide([line for at, line in enumerate(accepted) if at not in drop]).outcome == "not_evaluated"
-
-
-def test_no_single_removed_line_or_cell_lets_the_record_pass(accepted: list[dict[str, Any]]) -> None:
-    """Some line of the record does not matter."""
-    for at in range(len(accepted)):
-        assert decide(accepted[:at] + accepted[at + 1 :]).outcome != "passed", accepted[at]["kind"]
-    for at, line in enumerate(accepted):
-        if line["kind"] == "block":
-            for cell in range(len(line["cells"])):
-                changed = copy.deepcopy(accepted)
-                del changed[at]["cells"][cell]
-                assert decide(changed).outcome == "not_evaluated"
-
-
-def edit_block(lines: list[dict[str, Any]], change: Any) -> list[dict[str, Any]]:
-    changed = copy.deepcopy(lines)
-    change(next(line for line in changed if line["kind"] == "block"))
-    return changed
-
-
-def shorten(block: dict[str, Any]) -> None:
-    block["cells"][0]["ns"] = [900_000] * len(block["cells"][0]["ns"])
-
-
-def swap_arms(block: dict[str, Any]) -> None:
-    cell = block["cells"][0]
-    cell["order"] = cell["order"][1] + cell["order"][0] + cell["order"][2:]
-
-
-def other_seed(block: dict[str, Any]) -> None:
-    block["seed"] = "00" * 16
-
-
-def repeat_number(block: dict[str, Any]) -> None:
-    block["block"] = 1
-
-
-def no_calls(block: dict[str, Any]) -> None:
-    block["cells"][0]["calls"] = 0
-
-
-def text_time(block: dict[str, Any]) -> None:
-    block["cells"][0]["ns"][0] = "fast"
-
-
-def no_time(block: dict[str, Any]) -> None:
-    block["cells"][0]["worker_ns"][3] = 0
-
-
-def few_rounds(block: dict[str, Any]) -> None:
-    cell = block["cells"][0]
-    arms = ("standard", "best", "candidate", "control")
-    cell["rounds"] = MIN_ROUNDS - 2
-    cell["order"] = order_code(block["seed"], cell["key"], cell["rounds"], arms)
-    cell["ns"], cell["worker_ns"] = (cell[name][: len(cell["order"])] for name in ("ns", "worker_ns"))
-
-
-def missing_slice(block: dict[str, Any]) -> None:
-    del block["cells"][0]["ns"][-1]
-
-
-@pytest.mark.parametrize(
-    "change", [shorten, swap_arms, other_seed, repeat_number, no_calls, text_time, no_time, few_rounds, missing_slice]
-)
-def test_blocks_that_the_protocol_does_not_allow_are_not_evaluated(accepted: list[dict[str, Any]], change: Any) -> None:
-    """Short or missing slices, few rounds, exchanged arms or a chosen seed count as a measurement."""
-    decision = decide(edit_block(accepted, change))
-    assert decision.outcome == "not_evaluated"
-    assert decision.findings[0].code == "perf.malformed"
-
-
-def test_a_plan_that_overspends_its_error_budget_is_refused(accepted: list[dict[str, Any]]) -> None:
-    """A record with generous levels passes by luck."""
-    for field, value in (("candidates", 400), ("alpha_per_run", 1e-6), ("band", 0.5), ("cells", []), ("stages", [])):
-        changed = copy.deepcopy(accepted)
-        header_of(changed)[field] = value
-        assert decide(changed).outcome == "not_evaluated", field
-        assert codes(changed) == {"perf.plan"}, field
-    changed = copy.deepcopy(accepted)
-    for cell in header_of(changed)["cells"]:
-        cell["claims"] = [{"against": "best", "rule": "not_slower"}]
-    assert codes(changed) == {"perf.plan"}, "nothing has to be faster"
-
-
 def test_wrong_outputs_of_timed_calls_fail_whatever_the_speed(tmp_path: Path) -> None:
     """Skipped work is fast work."""
 
@@ -245,15 +142,6 @@ def test_wrong_outputs_of_the_best_are_the_rigs_problem(tmp_path: Path) -> None:
     lines = record(tmp_path, make_plan(), FakeSampler(speeds(0.5), corrupt=spoil))
     assert "perf.output_mismatch" in codes(lines) or "perf.baseline_mismatch" in codes(lines)
     assert decide(lines).outcome != "passed"
-
-
-def test_a_missing_check_is_not_a_passed_one(accepted: list[dict[str, Any]]) -> None:
-    """A record without output checks passes."""
-
-    def drop(block: dict[str, Any]) -> None:
-        block["cells"][0]["checks"]["candidate"] = {}
-
-    assert codes(edit_block(accepted, drop)) == {"perf.output_mismatch"}
 
 
 def test_timed_steps_on_the_standard_path_fail(tmp_path: Path) -> None:
@@ -376,17 +264,6 @@ def test_slices_come_in_secret_turns_and_no_arm_follows_itself() -> None:
     assert "standard" not in slice_order("00", "step/b1", 40, ARMS[1:])
 
 
-def test_a_visit_is_worth_the_middle_of_its_rounds() -> None:
-    """One disturbed slice moves the block, or drift that hits a whole round does."""
-    drift = np.exp(np.linspace(0, 1, 40))
-    best, candidate = 1.1 * drift, drift.copy()
-    candidate[:9] *= 5
-    slices = {"best": best, "candidate": candidate, "standard": np.full(4, 3 * math.exp(0.5))}
-    assert visit_value(slices, "best", "candidate") == pytest.approx(math.log(1.1))
-    assert visit_value(slices, "standard", "best") == pytest.approx(math.log(3 / 1.1), abs=0.02)
-    assert midmean(np.array([0.0, 1.0, 2.0, 100.0])) == 1.5
-
-
 def test_futility_needs_the_loss_in_both_blocks(tmp_path: Path) -> None:
     """One disturbed block ends a good candidate's measurement."""
 
@@ -399,96 +276,6 @@ def test_futility_needs_the_loss_in_both_blocks(tmp_path: Path) -> None:
     assert sum(line["kind"] == "block" for line in lines) > perf.FUTILITY_BLOCKS
 
 
-@given(
-    values=st.lists(st.floats(-1, 1), min_size=2, max_size=30),
-    shift=st.floats(-1, 1),
-    alpha=st.floats(1e-4, 0.4),
-)
-@settings(max_examples=60, deadline=None)
-def test_bounds_enclose_the_mean_and_move_with_the_data(values: list[float], shift: float, alpha: float) -> None:
-    """Bounds cross, or depend on where zero is."""
-    data = np.array([values])
-    found = bounds(data, alpha)
-    assert found.low[0] <= found.mean[0] <= found.high[0]
-    moved = bounds(data + shift, alpha)
-    assert moved.low[0] == pytest.approx(found.low[0] + shift, abs=1e-9)
-    assert bounds(-data, alpha).high[0] == pytest.approx(-found.low[0], abs=1e-9)
-
-
-def test_bounds_have_their_level_on_normal_noise() -> None:
-    """The stated error probability is not the real one (3 sigma of 20,000 trials)."""
-    rng = np.random.default_rng(5)
-    for blocks in (3, 4, 8, 10, 20):
-        for alpha in (0.1, 0.0224):
-            for cells in (1, 20):
-                lows = [bounds(rng.standard_normal((cells, blocks)), alpha).low for _ in range(20_000 // cells)]
-                rate = float((np.concatenate(lows) > 0).mean())
-                assert rate == pytest.approx(alpha, abs=3 * math.sqrt(alpha / 20_000) + 0.1 * alpha), (blocks, cells)
-
-
-def test_cells_borrow_from_each_other_what_they_have_in_common() -> None:
-    """A cell whose few blocks happen to agree is believed, or one that is much noisier than the others is."""
-    rng = np.random.default_rng(8)
-    alike, freedom = moderate(rng.chisquare(3, 200) / 3, 3)
-    assert freedom == 3 * (1 + MOST_BORROWED)
-    assert alike.min() > 0.5
-    assert alike.mean() == pytest.approx(1.0, rel=0.1)
-    spread = np.exp(rng.normal(0, 3, 200))
-    _, freedom = moderate(spread * rng.chisquare(3, 200) / 3, 3)
-    assert freedom < 4
-    one, freedom = moderate(np.array([2.0]), 3)
-    assert (one[0], freedom) == (2.0, 3.0)
-    assert moderate(np.zeros(14), 3)[1] == 3.0, "a rig without noise has nothing to share"
-
-
-def test_one_outlier_block_does_not_undo_the_evidence_of_ten() -> None:
-    """One disturbed block in ten makes a clear gain ambiguous."""
-    rng = np.random.default_rng(6)
-    values = 0.05 + 0.005 * rng.standard_normal((1, 10))
-    values[0, 3] = -0.8
-    assert trimmed(10) == 1
-    assert bounds(values, 0.0224).low[0] > 0
-
-
-def test_words_need_evidence_to_leave_ambiguity() -> None:
-    """A wide interval reads as the same speed."""
-    assert word(0.01, 0.5, 0.02) == "FAST"
-    assert word(-0.5, -0.03, 0.02) == "SLOW"
-    assert word(-0.01, 0.015, 0.02) == "SAME"
-    assert word(-0.3, 0.3, 0.02) == "AMBG"
-    assert word(-0.3, 0.01, 0.02) == "AMBG"
-
-
-SMALL = Ceilings(
-    threads=2,
-    read=((1000, 100.0), (10_000, 10.0)),
-    write=((1000, 50.0), (10_000, 5.0)),
-    copy=((1000, 80.0), (10_000, 20.0)),
-    fma_gflops=100.0,
-    bf16_gflops=1000.0,
-    bf16_unit="amx",
-)
-
-
-def test_floors_count_each_byte_at_the_fastest_cache_it_could_be_in() -> None:
-    """A working set larger than a cache is judged as if it all came from memory, or all from the cache."""
-    assert transfer_ns(500, SMALL.read) == pytest.approx(5.0)
-    assert transfer_ns(2000, SMALL.read) == pytest.approx(10.0 + 100.0)
-    assert transfer_ns(20_000, SMALL.read) == pytest.approx(10.0 + 1900.0)
-    slower_small = ((1000, 1.0), (10_000, 10.0))
-    assert transfer_ns(500, slower_small) == pytest.approx(50.0), "a ceiling is the best of what was seen"
-
-
-def test_the_floor_is_its_slowest_resource() -> None:
-    """Arithmetic or writing is left out of the floor."""
-    assert floor(Traffic(500, 0, 0), SMALL).ns == pytest.approx(5.0)
-    assert floor(Traffic(0, 500, 0), SMALL).ns == pytest.approx(10.0)
-    compute = floor(Traffic(500, 0, 1e6), SMALL)
-    assert compute.ns == compute.arithmetic_ns == pytest.approx(1000.0)
-    assert 0 < GUARD < 0.1
-    assert Ceilings.from_json(json.loads(json.dumps(SMALL.record()))) == SMALL
-
-
 def test_plans_read_back_as_they_were_written() -> None:
     """The decision reads another plan than the gate followed."""
     plan = make_plan(task=())
@@ -499,16 +286,6 @@ def test_plans_read_back_as_they_were_written() -> None:
         Plan.from_header(broken)
     assert Stage("search", 2, 0.1, control=False).arms == ("best", "candidate")
     assert Claim("best", "faster") != Claim("best", "not_slower")
-
-
-def test_merged_ceilings_are_the_higher_ones() -> None:
-    """A disturbed second measurement lowers the ceiling, so that honest kernels exceed it."""
-    slower = dataclasses.replace(SMALL, read=((1000, 200.0), (10_000, 1.0)), bf16_gflops=10.0, bf16_unit="fma")
-    found = merge(SMALL, slower)
-    assert found.read == ((1000, 200.0), (10_000, 10.0))
-    assert (found.bf16_gflops, found.bf16_unit) == (1000.0, "amx")
-    with pytest.raises(ValueError, match="cannot be merged"):
-        merge(SMALL, dataclasses.replace(SMALL, threads=1))
 
 
 def test_every_code_is_listed_with_its_meaning() -> None:

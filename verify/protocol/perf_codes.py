@@ -32,7 +32,6 @@ CODES: Mapping[str, str] = {
     "perf.malformed": "a block is not one that the protocol allows: order, seed, number and length of slices, cells",
     "perf.plan": "the plan could not control its error, or the header is malformed",
     "perf.device": "this machine cannot run the target's kernels",
-    "perf.sandbox": "there is no sandbox on this machine",
     "perf.no_artifacts": "there are no built artifacts to run",
     "perf.environment": "the machine could not run the gate",
     "perf.internal_error": "the gate itself failed",

@@ -20,9 +20,9 @@ import numpy as np
 from harness.records import EvidenceClass, GateResult
 from verify.context import GateContext
 from verify.evals.suites import SCORED_TOKENS, SUITES, forced_text, own_text_asks, recall_asks
-from verify.evaluator.arms import UNTIMED_STANDARD_THREADS, candidate_arm, missing_arms, side_by_side, standard_arm
 from verify.evaluator.engine import Answer, Ask, EngineArm
 from verify.evaluator.worker import ArmSpec, Worker, WorkerFailure
+from verify.gates.arms import UNTIMED_STANDARD_THREADS, candidate_arm, obstacle, side_by_side, standard_arm
 from verify.gates.common import gate_guard, to_result
 from verify.protocol import evals as protocol
 
@@ -46,7 +46,7 @@ class _ArmFailedError(Exception):
 def run(ctx: GateContext) -> GateResult:
     """Score both arms on the same texts and decide."""
     started = time.monotonic()
-    blocked = missing_arms(GATE, ctx)
+    blocked = obstacle(GATE, ctx)
     if blocked is not None:
         return to_result(GATE, PROTOCOL_ID, blocked, EvidenceClass.HARDWARE, [], time.monotonic() - started)
     seed, samples = int.from_bytes(os.urandom(8)), ctx.tier.eval_samples

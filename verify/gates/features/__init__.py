@@ -14,9 +14,9 @@ from typing import Final
 from harness.records import EvidenceClass, GateResult
 from k3_backend.geometry import geometry
 from verify.context import GateContext
-from verify.evaluator.arms import UNTIMED_STANDARD_THREADS, candidate_arm, missing_arms, side_by_side, standard_arm
 from verify.evaluator.engine import EngineArm
 from verify.evaluator.worker import ArmSpec, Worker, WorkerFailure
+from verify.gates.arms import UNTIMED_STANDARD_THREADS, candidate_arm, obstacle, side_by_side, standard_arm
 from verify.gates.common import gate_guard, to_result
 from verify.gates.features.checks import CHECKS, Plan, draw_plan, plain_run
 from verify.protocol import features as protocol
@@ -36,7 +36,7 @@ THREADS = 2
 def run(ctx: GateContext) -> GateResult:
     """Run every check in both arms and decide."""
     started = time.monotonic()
-    blocked = missing_arms(GATE, ctx)
+    blocked = obstacle(GATE, ctx)
     if blocked is not None:
         return to_result(GATE, PROTOCOL_ID, blocked, EvidenceClass.HARDWARE, [], time.monotonic() - started)
     seed = int.from_bytes(os.urandom(8))

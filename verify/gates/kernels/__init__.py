@@ -26,8 +26,8 @@ from verify.evaluator.execute import run_case
 from verify.evaluator.plan import Planned, draw_plan, from_json
 from verify.evaluator.receipts import receipts
 from verify.evaluator.worker import Worker, WorkerError, WorkerFailure
+from verify.gates.arms import candidate_arm, identity, obstacle
 from verify.gates.common import command_for, gate_guard, to_result
-from verify.gates.measured import candidate_arm, identity, obstacle
 from verify.protocol.decision import Line
 from verify.protocol.kernels import PROTOCOL_ID, case_fails, decide, worst_share
 
@@ -47,7 +47,7 @@ MAX_BAD_CASES = 3
 def run(ctx: GateContext) -> GateResult:
     """Run the planned cases, or go on with those of an interrupted attempt, and decide."""
     started = time.monotonic()
-    why_not = obstacle(ctx, "kernels")
+    why_not = obstacle("kernels", ctx)
     if why_not is not None:
         return to_result("kernels", PROTOCOL_ID, why_not, EvidenceClass.STATIC, [], time.monotonic() - started)
     assert ctx.arms is not None
@@ -147,7 +147,7 @@ class _Campaign:
         with Competitors() as competitors:
             while left:
                 with Worker.start(
-                    candidate_arm(self.arms),
+                    candidate_arm(self.ctx),
                     base_tree=self.ctx.base_tree,
                     run_dir=self.ctx.run_dir / "workers",
                     threads=THREADS,

@@ -28,8 +28,8 @@ from verify.evaluator.receipts import receipts
 from verify.evaluator.steps import Chain, draw_chain, reference_steps, standard_steps
 from verify.evaluator.walk import distance, walk
 from verify.evaluator.worker import Worker, WorkerError, WorkerFailure
+from verify.gates.arms import candidate_arm, identity, obstacle
 from verify.gates.common import command_for, gate_guard, to_result
-from verify.gates.measured import candidate_arm, identity, obstacle
 from verify.protocol.path import MEASURES, PROTOCOL_ID, decide
 from verify.workers.path_model import path_model
 
@@ -74,7 +74,7 @@ class _Planned:
 def run(ctx: GateContext) -> GateResult:
     """Run the planned steps, or go on with those of an interrupted attempt, and decide."""
     started = time.monotonic()
-    why_not = obstacle(ctx, "path")
+    why_not = obstacle("path", ctx)
     if why_not is not None:
         return to_result("path", PROTOCOL_ID, why_not, EvidenceClass.STATIC, [], time.monotonic() - started)
     assert ctx.arms is not None
@@ -153,7 +153,7 @@ class _Campaign:
         total = len(left)
         while left:
             with Worker.start(
-                candidate_arm(self.arms),
+                candidate_arm(self.ctx),
                 base_tree=self.ctx.base_tree,
                 run_dir=self.ctx.run_dir / "workers",
                 threads=THREADS,

@@ -14,7 +14,7 @@ from k3_backend.geometry import geometry
 from verify.arms import artifact_cache
 from verify.bench.ceilings import measure_ceilings
 from verify.context import Arms, GateContext
-from verify.evaluator.arms import best_arm, candidate_arm, missing_arms, standard_arm
+from verify.gates.arms import best_arm, candidate_arm, obstacle, standard_arm
 from verify.gates.common import gate_guard, to_result
 from verify.gates.perf.campaign import run_campaign
 from verify.gates.perf.plan import make_plan
@@ -35,9 +35,9 @@ MORE_CEILINGS = 3
 def run(ctx: GateContext) -> GateResult:
     """Measure, or go on where an interrupted attempt stopped, and decide."""
     started = time.monotonic()
-    obstacle = missing_arms("perf", ctx)
-    if obstacle is not None:
-        return to_result("perf", PROTOCOL_ID, obstacle, EvidenceClass.HARDWARE, [], time.monotonic() - started)
+    blocked = obstacle("perf", ctx)
+    if blocked is not None:
+        return to_result("perf", PROTOCOL_ID, blocked, EvidenceClass.HARDWARE, [], time.monotonic() - started)
     assert ctx.arms is not None
     plan = _plan(ctx, ctx.arms)
     if plan.arms["candidate"] != plan.arms["best"]:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from k3_backend.geometry import Geometry
-from verify.evaluator.arms import side_by_side
 from verify.evaluator.worker import ArmSpec, Worker, WorkerFailure
+from verify.gates.arms import side_by_side
 from verify.gates.perf.compare import Left
 from verify.gates.perf.ops import OpCell
 from verify.gates.perf.sampler import ArmFault, Paths, Slice

@@ -1,4 +1,4 @@
-"""Which worker runs which arm, and the answer of a gate when there is nothing to run."""
+"""Which worker runs which arm, and what a gate that runs kernels answers where there is nothing to run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import TypeVar
 
 from harness import sandbox
 from harness.records import GateName
+from k3_backend.aot.cpu.host import best_arch
 from k3_backend.aot.manifest import Artifact
-from verify.context import GateContext
+from verify.context import Arms, GateContext
 from verify.evaluator.worker import ArmSpec
+from verify.gates.common import command_for
 from verify.protocol.decision import Decision, Finding
 
-__all__ = ["UNTIMED_STANDARD_THREADS", "best_arm", "candidate_arm", "missing_arms", "side_by_side", "standard_arm"]
+__all__ = [
+    "UNTIMED_STANDARD_THREADS", "best_arm", "candidate_arm", "identity", "obstacle", "side_by_side", "standard_arm",
+]  # fmt: skip
 
 UNTIMED_STANDARD_THREADS = 1
 """Where nothing is timed, the standard arm leaves a CPU to the candidate beside it; its small operations hardly gain
@@ -70,29 +74,22 @@ def side_by_side(work: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     return results
 
 
-def missing_arms(gate: GateName, ctx: GateContext) -> Decision | None:
-    """Why a gate that runs kernels cannot be evaluated here; None if it can."""
-    if ctx.target.device != "cpu":
-        return _blocked(
-            gate,
-            "device",
-            f"target {ctx.target.name} needs a device of kind {ctx.target.device} with {', '.join(ctx.target.archs)}",
-            "a machine of the target's kind, and kernels for it",
-            f"on such a machine: fasttrack verify --target {ctx.target.name} --gates {gate}",
-        )
-    unavailable = sandbox.unavailable()
-    if unavailable is not None:
-        return _blocked(gate, "sandbox", unavailable.message, unavailable.expected, unavailable.next)
-    if ctx.arms is None:
-        return _blocked(
-            gate,
-            "no_artifacts",
-            "there are no built artifacts to run",
-            "gate build passed, on a machine that runs one of the target's architectures",
-            "fasttrack verify --gates build",
-        )
-    return None
+def obstacle(gate: GateName, ctx: GateContext) -> Decision | None:
+    """Why a gate that runs kernels cannot be evaluated here: another kind of machine, no sandbox, no artifacts."""
+    again = command_for(gate, ctx)
+    if ctx.target.device != "cpu" or best_arch(ctx.target.archs) is None:
+        what = f"this machine cannot run the kernels of {', '.join(ctx.target.archs)}"
+        finding = Finding(f"{gate}.device", what, f"target {ctx.target.name}", "a machine of the target's kind", again)
+    elif (reason := sandbox.unavailable()) is not None:
+        finding = Finding(f"{gate}.environment", reason.message, reason.where, reason.expected, reason.next)
+    elif ctx.arms is None:
+        what = "there are no built artifacts to run"
+        finding = Finding(f"{gate}.no_artifacts", what, "build", "a passed build gate", again)
+    else:
+        return None
+    return Decision("not_evaluated", (finding,))
 
 
-def _blocked(gate: GateName, code: str, message: str, expected: str, next_command: str) -> Decision:
-    return Decision("not_evaluated", (Finding(f"{gate}.{code}", message, "this machine", expected, next_command),))
+def identity(arms: Arms) -> dict[str, str]:
+    """Op -> digest of the candidate's artifact: what a raw file's header says it is about."""
+    return {op: artifact.digest for op, artifact in sorted(arms.candidate.items())}

@@ -6,13 +6,12 @@ A task file is TOML under `tasks/`. It can narrow what a proposer may edit, neve
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
-from harness.errors import FasttrackError
+from harness import toml
 from harness.records import Cell, GateName, Record
 
 __all__ = ["Baseline", "Budget", "Search", "Task", "TaskCells", "load_task", "task_files"]
@@ -124,29 +123,9 @@ def load_task(path: Path) -> Task:
     """Read and validate a task file.
 
     Raises:
-        FasttrackError: missing file, broken TOML, or a rule of the schema broken; names file and key.
+        FasttrackError: missing file, broken TOML, or a rule of the schema broken; names file, line and key.
     """
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FasttrackError(
-            f"cannot read the task: {error.strerror}", where=str(path), expected="a task file", next="fasttrack tasks"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FasttrackError(
-            f"not valid TOML: {error}", where=str(path), expected="a task in TOML", next=f"edit {path}"
-        ) from error
-    try:
-        return Task.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "(top level)"
-        raise FasttrackError(
-            f"{first['msg']} ({error.error_count()} problem(s) in all)",
-            where=f"{path}: {key}",
-            expected="a task of the schema in docs/tasks.md",
-            next="fasttrack tasks lint",
-        ) from error
+    return toml.validate(Task, toml.read(path), next=f"edit {path}, then: fasttrack tasks lint")
 
 
 def task_files(root: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from agents.proposal import Exhausted, History, Proposal, Proposer, Tried
 from agents.task import Task
 from harness.errors import FasttrackError
+from harness.evidence import DiskError
 from harness.git import Repository
 from harness.progress import Progress, silent
 from harness.records import GateName, GateResult, Measurement, Outcome, VerdictWord
@@ -173,6 +174,8 @@ class Optimization:
             if proposal.patch is not None:
                 return self.repo.commit_patch(best, proposal.patch.encode(), message), None
             return self._commit_files(proposal.files or {}, best, message), None
+        except DiskError:
+            raise
         except FasttrackError as error:
             return best, str(error)
 

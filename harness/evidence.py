@@ -6,9 +6,11 @@ readers skip it, and nothing else is ever removed. Failed writes (full disk) lea
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,16 @@ from harness import canonical
 from harness.errors import FasttrackError
 from harness.records import EvidenceRef
 
-__all__ = ["JsonLines", "disk_error", "fsync_folder", "write_atomic"]
+__all__ = ["DISK_ERRNOS", "DiskError", "JsonLines", "disk_error", "fsync_folder", "write_atomic"]
+
+DISK_ERRNOS = frozenset(
+    (errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS)
+)
+"""How the operating system says that a place cannot be written or read."""
+
+
+class DiskError(FasttrackError):
+    """A full, read-only or failing disk. It says nothing about a candidate: the work stops and goes on later."""
 
 
 class JsonLines:
@@ -129,10 +140,11 @@ def fsync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def disk_error(error: OSError, path: Path) -> FasttrackError:
+def disk_error(error: OSError, path: Path) -> DiskError:
     """An operating-system error on a path, as a message for a person."""
-    return FasttrackError(
-        f"cannot use the file ({error.strerror or error})",
+    why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror or error
+    return DiskError(
+        f"cannot use the file ({why})",
         where=str(path),
         expected="a writable disk with free space; what was stored so far is kept",
         next=f"df -h {path.parent}; then resume the run",

@@ -239,10 +239,10 @@ class Repository:
         refuse_unsafe(entries, commit)
         write_tree(entries, self.blobs(e.blob for e in entries), dest)
 
-    def commit_patch(self, base: str, patch: bytes, message: str) -> str:
+    def commit_patch(self, base: str, patch: bytes, message: str, name: str = "patch") -> str:
         """Commit a patch on top of a commit without touching index or working tree.
 
-        The id depends on base, patch and message only.
+        The id depends on base, patch and message only; messages call the patch `name`.
 
         Raises:
             FasttrackError: the patch is empty, malformed, changes nothing, or does not apply (names file and line).
@@ -250,7 +250,7 @@ class Repository:
         if not patch.strip():
             raise FasttrackError(
                 "the patch is empty",
-                where="patch",
+                where=name,
                 expected="a diff against the base commit",
                 next=f"git diff {base[:12]}",
             )
@@ -258,7 +258,7 @@ class Repository:
             self._git.run("read-tree", base, env=env)
             done = self._git.run("apply", "--cached", "--whitespace=nowarn", "-", env=env, stdin=patch, check=False)
             if done.returncode:
-                where, what = _apply_error(done.stderr)
+                where, what = _apply_error(done.stderr, name)
                 raise FasttrackError(
                     f"the patch does not apply to {base[:12]}: {what}",
                     where=where,
@@ -268,7 +268,7 @@ class Repository:
             tree = self._git.out("write-tree", env=env).strip()
         if tree == self.tree(base):
             raise FasttrackError(
-                "the patch changes nothing", where="patch", expected="a diff with changes", next=f"git diff {base[:12]}"
+                "the patch changes nothing", where=name, expected="a diff with changes", next=f"git diff {base[:12]}"
             )
         return self.commit_tree(tree, base, message)
 
@@ -408,7 +408,7 @@ class Repository:
             yield {"GIT_INDEX_FILE": str(Path(folder) / "index")}
 
 
-def _apply_error(stderr: bytes) -> tuple[str, str]:
+def _apply_error(stderr: bytes, name: str) -> tuple[str, str]:
     """(where, what) from the complaints of `git apply`: the failing hunk if one is named, else the file."""
     lines = [
         line.removeprefix("error: ").removeprefix("fatal: ") for line in stderr.decode("utf-8", "replace").splitlines()
@@ -418,11 +418,12 @@ def _apply_error(stderr: bytes) -> tuple[str, str]:
             return f"{hunk[1]}:{hunk[2]}", "the hunk at this line does not match"
     for line in lines:
         if corrupt := re.search(r"(?:corrupt patch|patch fragment without header|garbage) at line (\d+)", line):
-            return f"patch:{corrupt[1]}", line
+            return f"{name}:{corrupt[1]}", line
     for line in lines:
         if named := re.fullmatch(r"(.+): ([a-z][a-z ]+)", line):
             return named[1], named[2]
-    return "patch", lines[0] if lines else "git apply gave no reason"
+    first = lines[0] if lines else "git apply gave no reason"
+    return name, first.partition(" (allow with")[0]
 
 
 def _below(path: str, prefixes: Sequence[str]) -> bool:

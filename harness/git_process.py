@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from harness.errors import FasttrackError
+from harness.evidence import DISK_ERRNOS, DiskError
 
 __all__ = ["EMPTY_TREE", "GitProcess", "first_line"]
 
@@ -20,6 +22,7 @@ EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 """Id of the tree without entries."""
 
 _TIMEOUT_S = 120.0
+_DISK_SIGNS = tuple(f": {os.strerror(number)}".encode() for number in DISK_ERRNOS)
 _CONFIG = (
     "core.hooksPath=/dev/null", "core.fsmonitor=false", "core.attributesFile=/dev/null", "core.autocrlf=false",
     "core.quotePath=true", "core.untrackedCache=false", "protocol.allow=never", "apply.whitespace=nowarn", "gc.auto=0",
@@ -51,6 +54,7 @@ class GitProcess:
         """Run one git command. `bare` hides the working tree from it; `check` turns a bad status into an error.
 
         Raises:
+            DiskError: git could not write.
             FasttrackError: git is missing or takes too long, or (with `check`) the command failed.
         """
         if shutil.which("git") is None:
@@ -86,6 +90,14 @@ class GitProcess:
                 expected="git on the PATH",
                 next="fasttrack doctor",
             ) from error
+        disk = next((line for line in done.stderr.splitlines() if line.endswith(_DISK_SIGNS)), None)
+        if done.returncode and disk is not None:
+            raise DiskError(
+                f"git {args[0]} cannot use its files: {first_line(disk)}",
+                where=str(self.git_dir),
+                expected="a writable disk with free space for the repository and temporary files",
+                next=f"df -h {self.git_dir} {tempfile.gettempdir()}",
+            )
         if check and done.returncode:
             raise FasttrackError(
                 f"git {args[0]} failed: {first_line(done.stderr) or f'exit status {done.returncode}'}",
@@ -119,6 +131,7 @@ def _environment() -> dict[str, str]:
 
 
 def first_line(stderr: bytes) -> str:
-    """The first line that git complained with, without its prefix; empty if it said nothing."""
-    text = stderr.decode("utf-8", "replace").strip()
-    return text.splitlines()[0].removeprefix("fatal: ").removeprefix("error: ") if text else ""
+    """The first line that git complained with, without its prefix; empty if it said nothing. Hints are no complaint."""
+    lines = (line.strip() for line in stderr.decode("utf-8", "replace").splitlines())
+    complaint = next((line for line in lines if line and not line.startswith("hint:")), "")
+    return complaint.removeprefix("fatal: ").removeprefix("error: ")

@@ -319,29 +319,29 @@ class Settings(Record):
                 raise At(("targets", target.name, "required", "audit"), "needs the table [audit.cpu]")
         return self
 
-    def target(self, name: str) -> Target:
-        """The target of that name.
+    def target(self, name: str, where: str = "--target") -> Target:
+        """The target of that name, which was given at `where`.
 
         Raises:
             FasttrackError: unknown name.
         """
-        return _lookup(self.targets, name, "target", "fasttrack targets")
+        return _lookup(self.targets, name, "target", where)
 
-    def tier(self, name: str) -> Tier:
-        """The tier of that name.
+    def tier(self, name: str, where: str = "--tier") -> Tier:
+        """The tier of that name, which was given at `where`.
 
         Raises:
             FasttrackError: unknown name.
         """
-        return _lookup(self.tiers, name, "tier", "fasttrack targets")
+        return _lookup(self.tiers, name, "tier", where)
 
 
-def _lookup(table: dict[str, T], name: str, kind: str, command: str) -> T:
+def _lookup(table: dict[str, T], name: str, kind: str, where: str) -> T:
     try:
         return table[name]
     except KeyError:
         raise FasttrackError(
-            f"unknown {kind} {name!r}", where=f"--{kind}", expected=f"one of {', '.join(table)}", next=command
+            f"unknown {kind} {name!r}", where=where, expected=f"one of {', '.join(table)}", next="fasttrack targets"
         ) from None
 
 

@@ -402,8 +402,12 @@ def _lock(path: Path) -> int:
     except OSError as error:
         os.close(fd)
         raise disk_error(error, path / "lock") from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()} since {_now()}\n".encode(), 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()} since {_now()}\n".encode(), 0)
+    except OSError as error:
+        os.close(fd)
+        raise disk_error(error, path / "lock") from error
     return fd
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import FasttrackError
+from harness.evidence import DiskError
 
 if TYPE_CHECKING:
     from harness.store import CandidateRow
@@ -39,7 +39,10 @@ class Tables:
             # Not a database any more (a torn page, say). It holds nothing that events.jsonl does not.
             for stale in (path, path.with_name(path.name + "-journal")):
                 stale.unlink(missing_ok=True)
-            self._connection = self._connect()
+            try:
+                self._connection = self._connect()
+            except sqlite3.Error as error:
+                raise self._error(error) from error
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, isolation_level=None, timeout=10)
@@ -60,19 +63,22 @@ class Tables:
         """Bring the tables to the state after `events` events, in one transaction.
 
         Raises:
-            FasttrackError: full or read-only disk; the history in events.jsonl is not affected.
+            DiskError: full or read-only disk; the history in events.jsonl is not affected.
         """
         try:
             self._sync(events, candidates, state, totals)
         except sqlite3.Error as error:
             if self._connection.in_transaction:
                 self._connection.execute("rollback")
-            raise FasttrackError(
-                f"cannot write the tables ({error})",
-                where=str(self.path),
-                expected="a writable disk with free space; the history is kept in events.jsonl",
-                next=f"df -h {self.path.parent}; then resume the run",
-            ) from error
+            raise self._error(error) from error
+
+    def _error(self, error: sqlite3.Error) -> DiskError:
+        return DiskError(
+            f"cannot write the tables ({error})",
+            where=str(self.path),
+            expected="a writable disk with free space; the history is kept in events.jsonl",
+            next=f"df -h {self.path.parent}; then resume the run",
+        )
 
     def _sync(
         self, events: int, candidates: Sequence[CandidateRow], state: Mapping[str, Any], totals: Mapping[str, float]

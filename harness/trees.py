@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from harness.errors import FasttrackError
+from harness.evidence import disk_error
 
 __all__ = [
     "MODE_EXECUTABLE", "MODE_FILE", "MODE_SUBMODULE", "MODE_SYMLINK", "Entry", "blob_id", "refuse_unsafe",
@@ -116,12 +117,7 @@ def write_tree(entries: Sequence[Entry], contents: Mapping[str, bytes], dest: Pa
             target.write_bytes(contents[entry.blob])
             target.chmod(0o755 if entry.mode == MODE_EXECUTABLE else 0o644)
     except OSError as error:
-        raise FasttrackError(
-            f"cannot export ({error.strerror})",
-            where=str(error.filename or dest),
-            expected="a writable disk with space",
-            next=f"df -h {dest.parent}",
-        ) from error
+        raise disk_error(error, Path(error.filename or dest)) from error
 
 
 def _make_parents(root: Path, target: Path) -> None:

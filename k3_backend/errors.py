@@ -5,7 +5,7 @@ It decides nothing; it keeps the four facts as fields so that callers can turn a
 
 from __future__ import annotations
 
-__all__ = ["BackendError"]
+__all__ = ["BackendError", "StorageError"]
 
 
 class BackendError(RuntimeError):
@@ -24,3 +24,7 @@ class BackendError(RuntimeError):
         self.where = where
         self.expected = expected
         self.next = next
+
+
+class StorageError(BackendError):
+    """A full, read-only or failing disk: it says nothing about the sources that were being built."""

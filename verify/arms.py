@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness import sandbox
+from harness.evidence import disk_error
 from harness.settings import BuildLimits
 from k3_backend.aot.build import read_only_inputs
 from k3_backend.aot.manifest import Artifact
@@ -86,7 +87,24 @@ def snapshot(
     """Copy artifacts and schedules of both arms into one folder that nothing else writes.
 
     Digests are verified on the copies. An earlier snapshot (of an interrupted run) is replaced.
+
+    Raises:
+        DiskError: full or read-only disk.
     """
+    try:
+        return _snapshot(folder, candidate, candidate_schedules, best, best_schedules, runtime)
+    except OSError as error:
+        raise disk_error(error, folder) from error
+
+
+def _snapshot(
+    folder: Path,
+    candidate: Mapping[str, Artifact],
+    candidate_schedules: Path,
+    best: Mapping[str, Artifact],
+    best_schedules: Path,
+    runtime: Artifact,
+) -> Arms:
     if folder.exists():
         shutil.rmtree(folder)
     arms = {}

@@ -18,6 +18,7 @@ from types import ModuleType
 
 from harness import canonical
 from harness.errors import FasttrackError
+from harness.evidence import write_atomic
 from harness.git import Repository
 from harness.progress import Progress, silent
 from harness.records import (
@@ -125,7 +126,6 @@ def verify(job: Job) -> Verification:
     stored for this candidate are used again, so calling this twice with one folder resumes.
     """
     started = time.monotonic()
-    job.folder.mkdir(parents=True, exist_ok=True)
     context = _context(job)
     results: dict[GateName, GateResult] = {}
     for gate in _selected(job):
@@ -192,5 +192,5 @@ def _context(job: Job) -> GateContext:
 def _store_candidate(job: Job) -> None:
     """Write what is judged beside its evidence: the record and the canonical patch."""
     patch = job.repo.patch(job.candidate.base, job.candidate.head)
-    (job.folder / "candidate.patch").write_bytes(patch)
-    (job.folder / "candidate.json").write_bytes(canonical.document(job.candidate.model_dump(mode="json")))
+    write_atomic(job.folder / "candidate.patch", patch)
+    write_atomic(job.folder / "candidate.json", canonical.document(job.candidate.model_dump(mode="json")))

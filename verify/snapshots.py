@@ -13,6 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from harness.evidence import disk_error
 from harness.git import Repository
 
 __all__ = ["JUDGING_PATHS", "export_tree"]
@@ -30,6 +31,13 @@ def export_tree(repo: Repository, commit: str, prefixes: tuple[str, ...], cache:
     Raises:
         FasttrackError: the tree holds symlinks, submodules or unsafe names, or the disk is full.
     """
+    try:
+        return _export(repo, commit, prefixes, cache)
+    except OSError as error:
+        raise disk_error(error, cache) from error
+
+
+def _export(repo: Repository, commit: str, prefixes: tuple[str, ...], cache: Path) -> Path:
     name = f"{repo.tree(commit)[:20]}-{'+'.join(p.replace('/', '.') for p in prefixes) or 'all'}"
     final = cache / name
     cache.mkdir(parents=True, exist_ok=True)

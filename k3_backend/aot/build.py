@@ -30,6 +30,7 @@ from k3_backend.aot.compile import (
 from k3_backend.aot.cpu.host import ARCHS
 from k3_backend.aot.manifest import Artifact, ArtifactError, file_digest
 from k3_backend.aot.schedule import ScheduleError, load_tunables
+from k3_backend.errors import StorageError
 from k3_backend.geometry import Geometry
 
 __all__ = [
@@ -87,6 +88,7 @@ def build(
 
     Raises:
         BuildError: missing or unfit source, unknown arch, failing compiler; carries command and stderr.
+        StorageError: the artifact cannot be written.
     """
     root = kernels_dir.resolve()
     folder, common = root / op, root / "common"
@@ -153,8 +155,10 @@ def _build_unit(unit: Unit, out_dir: Path, run: Runner) -> Artifact:
             final = out_dir.resolve() / f"{unit.op}-{unit.arch}-{unit.geometry}-{inputs.digest[:20]}"
             return _cached(final, inputs) or _publish(_make(unit, inputs, staging, run), final, inputs)
     except OSError as error:
-        expected = "a writable folder with free space"
-        raise unit.error(f"cannot write the artifact ({error})", where=out_dir, expected=expected) from error
+        raise StorageError(
+            f"cannot write the artifact ({error.strerror or error})", where=str(out_dir),
+            expected="a writable folder with free space", next=f"df -h {out_dir.parent}",
+        ) from error  # fmt: skip
 
 
 def _make(unit: Unit, inputs: Inputs, staging: Path, run: Runner) -> Artifact:

@@ -7,11 +7,13 @@ includes a file outside the hashed inputs is refused, because its cache key woul
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ Runner = Callable[[Sequence[str], Path], "subprocess.CompletedProcess[str]"]
 """Runs an argument list in a working folder and returns status, stdout and stderr; never raises on a bad status."""
 
 COMPILER = "g++"
+_SPARE_BYTES = 64 << 20
+"""A compiler that ran out of space while less than this was free was stopped by the disk, not by its source."""
 _COMPILE_FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
     "-fno-math-errno", "-ffp-contract=fast", "-nostartfiles",
@@ -114,11 +118,12 @@ class Unit:
         return f"{self.op}.so"
 
     def error(
-        self, what: str, *, where: str | Path, expected: str, command: Sequence[str] = (), stderr: str = ""
-    ) -> BuildError:
+        self, what: str, *, where: str | Path, expected: str, command: Sequence[str] = (), stderr: str = "",
+        next: str = "docs/kernel-authoring.md",  # noqa: A002 - the field's name everywhere
+    ) -> BuildError:  # fmt: skip
         """A `BuildError` about this unit."""
         return BuildError(
-            what, op=self.op, arch=self.arch, where=str(where), expected=expected, next="docs/kernel-authoring.md",
+            what, op=self.op, arch=self.arch, where=str(where), expected=expected, next=next,
             command=shlex.join(command), stderr=stderr,
         )  # fmt: skip
 
@@ -174,7 +179,7 @@ class Unit:
             if problem is not None:
                 raise self.error(
                     f"no usable compiler ({problem})", where=shlex.join(command), command=command, stderr=problem,
-                    expected="GNU g++ 12 or newer with binutils on PATH (apt-get install g++)",
+                    expected="GNU g++ 12 or newer with binutils on PATH", next="apt-get install g++",
                 )  # fmt: skip
             versions[tool] = done.stdout.splitlines()[0].strip()
         return {**versions, "apache-tvm-ffi": ffi.version}
@@ -191,10 +196,13 @@ def compile_unit(unit: Unit, ffi: FfiPaths, run: Runner, folder: Path) -> None:
 
     Raises:
         BuildError: the compiler fails, leaves no regular file, or read a file that the cache key does not cover.
+        OSError: the compiler fails because the disk is full.
     """
     command = unit.command(ffi)
     done = run(command, folder)
     if done.returncode != 0:
+        if os.strerror(errno.ENOSPC) in done.stderr and shutil.disk_usage(folder).free < _SPARE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         where, message = _first_error(done.stderr, unit)
         expected = f"{COMPILER} to exit with 0 (it exited with {done.returncode})"
         raise unit.error(message, where=where, expected=expected, command=command, stderr=done.stderr)

@@ -11,6 +11,7 @@ import pytest
 from agents.optimize import Baseline, Optimization, RunResult
 from agents.proposal import BestView, Exhausted, History, Proposal
 from agents.task import Task
+from harness.evidence import DiskError
 from harness.git import Repository
 from harness.records import EvidenceClass, GateResult, Measurement, Outcome, Reason, decide
 from harness.settings import load
@@ -244,3 +245,19 @@ def test_killed_anywhere_and_resumed_gives_the_same_run(
         (r.number, r.note, r.outcome, r.head) for r in straight.rows
     ]
     assert not (tmp_path / "runs" / run_id / "worktree").exists()
+
+
+def test_a_full_disk_costs_no_proposal(repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proposal is entered as invalid, and the resumed run never tries it."""
+
+    def full(*args: object) -> None:
+        raise DiskError("full", where="w", expected="e", next="n")
+
+    with RunStore.create(tmp_path / "runs", {"start": repo.resolve("HEAD")}) as store:
+        run = optimization(store, repo, tmp_path, [1], judge(repo, []))
+        with monkeypatch.context() as patched:
+            patched.setattr(Repository, "commit_worktree", full)
+            with pytest.raises(DiskError):
+                run.run()
+        assert store.candidates() == ()
+        assert [row.outcome for row in run.run().rows] == ["accepted"]

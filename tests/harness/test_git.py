@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from harness.errors import FasttrackError
+from harness.evidence import DiskError
 from harness.git import EMPTY_TREE, Repository, unsafe_name
+from harness.git_process import first_line
 from harness.settings import Scope, ScopeLimits
 
 SCOPE = Scope(
@@ -159,6 +161,35 @@ def test_patch_that_does_not_apply_names_the_place(repo: Repository, patch: byte
     assert what in caught.value.what
 
 
+def test_a_disk_that_refuses_is_not_the_patchs_fault(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`does not apply` about a good patch sends its author the wrong way, and a search drops the candidate."""
+    base = repo.resolve("HEAD")
+    fake = tmp_path / "bin" / "git"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\necho 'error: unable to create temporary file: Read-only file system' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    with pytest.raises(DiskError, match=r"cannot use its files: unable to create.*df -h"):
+        repo.commit_patch(base, b"--- a/k/a.txt\n", "x")
+
+
+def test_messages_call_a_patch_by_its_file(repo: Repository) -> None:
+    """Which of several patches is meant?"""
+    for patch in (b"", b"words\n"):
+        with pytest.raises(FasttrackError) as caught:
+            repo.commit_patch(repo.resolve("HEAD"), patch, "x", "my/own.patch")
+        assert caught.value.where == "my/own.patch"
+        assert "allow" not in caught.value.what
+
+
+def test_hints_are_not_complaints() -> None:
+    """An advice of git hides the error that follows it."""
+    assert first_line(b"hint: use another\nfatal: broken\n") == "broken"
+    assert first_line(b"") == ""
+
+
 def test_patch_that_changes_nothing_is_refused(repo: Repository) -> None:
     """An empty candidate is judged as if it were a change."""
     patch = b"--- a/k/a.txt\n+++ b/k/a.txt\n@@ -1,3 +1,3 @@\n 1\n-2\n+2\n 3\n"
@@ -250,7 +281,7 @@ def test_ordinary_names_are_safe(name: str) -> None:
 def test_export_to_a_read_only_place_is_a_clear_error(repo: Repository, tmp_path: Path) -> None:
     """A full or read-only disk ends in a traceback."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(FasttrackError, match="cannot export"):
+    with pytest.raises(FasttrackError, match="cannot use the file"):
         repo.export(repo.resolve("HEAD"), tmp_path / "file" / "out")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -14,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from harness.errors import FasttrackError
-from harness.evidence import JsonLines, write_atomic
+from harness.evidence import DiskError, JsonLines, write_atomic
 from harness.records import EvidenceClass, GateResult, Measurement, Outcome
 from harness.store import EvidenceSink, RunStore, new_run_id
+from harness.tables import Tables
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = "a" * 40
@@ -307,3 +309,25 @@ def test_kill_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
             seen = len(candidates)
         assert rows(run.path) == [(c.number, c.key, c.outcome) for c in candidates]
     assert seen > 0
+
+
+def test_full_disk_while_a_run_opens_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock's owner or the tables do not fit any more: a traceback, or a lock that stays taken."""
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def no_tables(tables: Tables) -> sqlite3.Connection:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with RunStore.create(tmp_path, {}) as run:
+        run_id = run.run_id
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(DiskError, match="No space left"):
+            RunStore.open(tmp_path, run_id)
+    with monkeypatch.context() as patched:
+        patched.setattr(Tables, "_connect", no_tables)
+        with pytest.raises(DiskError, match="disk is full"):
+            RunStore.open(tmp_path, run_id)
+    RunStore.open(tmp_path, run_id).close()

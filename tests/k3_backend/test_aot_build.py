@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from spy_kernels import ARCH, PICO, spy_source, write_kernel
 
+from k3_backend.aot import compile as compile_module
 from k3_backend.aot.build import (
     BuildError,
     build,
@@ -21,6 +22,7 @@ from k3_backend.aot.build import (
     specialised_ops,
 )
 from k3_backend.aot.manifest import Artifact, file_digest
+from k3_backend.errors import StorageError
 from k3_backend.geometry import geometry
 
 OP = "input_projection"
@@ -143,17 +145,34 @@ def test_unfit_inputs(tree: Path, tmp_path: Path, breakage: str, message: str) -
         build(OP, arch, PICO, tree, tmp_path / "out")
 
 
-def test_missing_compiler_and_unwritable_output_are_build_errors(tree: Path, tmp_path: Path) -> None:
+def test_missing_compiler_and_unwritable_output_are_clear_errors(tree: Path, tmp_path: Path) -> None:
     """A machine without g++, or a path that cannot be a folder, ends in a traceback."""
 
     def missing(argv: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         raise FileNotFoundError(2, "No such file or directory", argv[0])
 
-    with pytest.raises(BuildError, match=r"no usable compiler.*apt-get install g\+\+"):
+    with pytest.raises(BuildError, match=r"no usable compiler.*next: apt-get install g\+\+"):
         build(OP, ARCH, PICO, tree, tmp_path / "out", run=missing)
     (tmp_path / "file").write_text("")
-    with pytest.raises(BuildError, match="cannot write the artifact"):
+    with pytest.raises(StorageError, match="cannot write the artifact"):
         build(OP, ARCH, PICO, tree, tmp_path / "file" / "out")
+
+
+def test_full_disk_is_not_the_sources_fault(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate is rejected for a compile error that the disk caused; with space left the same words are its own."""
+
+    def full(argv: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+        return (
+            run_local(argv, cwd)
+            if "--version" in argv
+            else subprocess.CompletedProcess(argv, 1, "", "ld: final link failed: No space left on device")
+        )
+
+    with pytest.raises(BuildError, match="No space left"):
+        build(OP, ARCH, PICO, tree, tmp_path / "out", run=full)
+    monkeypatch.setattr(compile_module, "_SPARE_BYTES", 1 << 62)
+    with pytest.raises(StorageError, match="No space left"):
+        build(OP, ARCH, PICO, tree, tmp_path / "out", run=full)
 
 
 def test_compiler_that_leaves_no_object(tree: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 from gate_fixtures import ROOT, Bench, make_repo
 
 from harness.errors import FasttrackError
+from harness.evidence import DiskError
 from harness.records import EvidenceClass, GateResult, Measurement, Missing, Outcome
+from k3_backend.errors import StorageError
 from verify.context import GateContext
 from verify.gates.common import command_for, gate_guard, to_result
 from verify.protocol import audit, build, kernels, path, scope
@@ -51,6 +54,29 @@ def test_a_clear_error_keeps_its_four_parts(context: GateContext) -> None:
     reason = run(context).reasons[0]
     assert (reason.code, reason.message, reason.where) == ("build.environment", "g++ not found", "PATH")
     assert (reason.expected, reason.next) == ("g++ 12", "apt-get install g++")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (DiskError("full", where="w", expected="e", next="n"), DiskError),
+        (StorageError("full", where="w", expected="e", next="n"), StorageError),
+        (OSError(errno.ENOSPC, "No space left on device"), DiskError),
+        (OSError(errno.EROFS, "Read-only file system", "/x"), DiskError),
+    ],
+)
+def test_a_full_disk_stops_the_run_and_records_nothing(
+    context: GateContext, error: Exception, kind: type[Exception]
+) -> None:
+    """The gate counts as finished, so a resumed run never asks it again: the candidate is lost to a full disk."""
+
+    @gate_guard("audit", "audit/1")
+    def run(ctx: GateContext) -> GateResult:
+        raise error
+
+    with pytest.raises(kind):
+        run(context)
+    assert context.evidence.lines("audit_error") == []
 
 
 def test_errors_name_no_folder_of_this_machine(context: GateContext) -> None:

@@ -1,7 +1,7 @@
 """What every gate needs around its own work: results from decisions, and a guard that never lets an error decide.
 
 A gate measures, writes raw lines, asks its pure decision function, and calls `to_result`. Any exception on the way
-becomes `not_evaluated` with the traceback as evidence: a broken check says nothing about the candidate.
+but a full disk becomes `not_evaluated` with the traceback as evidence: a broken check says nothing about the candidate.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import FasttrackError
+from harness.evidence import DISK_ERRNOS, DiskError, disk_error
 from harness.records import EvidenceClass, EvidenceRef, GateName, GateResult, Measurement, Missing, Outcome, Reason
-from k3_backend.errors import BackendError
+from k3_backend.errors import BackendError, StorageError
 from verify.context import GateContext
 from verify.protocol.decision import Decision, Finding
 
@@ -75,7 +76,8 @@ def gate_guard(gate: GateName, protocol_id: str) -> Callable[[Gate], Gate]:
     """Decorator of a gate's `run`: an exception becomes `not_evaluated`, traceback in `raw/<gate>_error.jsonl`.
 
     Raises:
-        FasttrackError: not even the traceback could be stored (full disk).
+        DiskError, StorageError: a full or read-only disk. It would make every later candidate incomplete too, so the
+            run stops before anything is recorded about this one, and goes on when it is resumed.
     """
 
     def wrap(run: Gate) -> Gate:
@@ -84,7 +86,11 @@ def gate_guard(gate: GateName, protocol_id: str) -> Callable[[Gate], Gate]:
             started = time.monotonic()
             try:
                 return run(ctx)
+            except (DiskError, StorageError):
+                raise
             except Exception as error:
+                if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+                    raise disk_error(error, Path(error.filename or ctx.run_dir)) from error
                 name = f"{gate}_error"
                 line = {
                     "kind": "error",

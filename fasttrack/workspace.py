@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,7 +61,7 @@ class Workspace:
         path = Path(name)
         if not path.suffix:
             path = next((file for file in task_files(self.root) if file.stem == name), path)
-        if not path.is_file():
+        if not os.path.isfile(path):
             known = ", ".join(file.stem for file in task_files(self.root))
             raise FasttrackError(
                 f"unknown task {name!r}",
@@ -89,9 +90,9 @@ class Workspace:
         """
         from k3_backend.ops import OPS
 
-        target = self.settings.target(task.target)
-        for tier in (task.search.screen_tier, task.search.final_tier):
-            self.settings.tier(tier)
+        target = self.settings.target(task.target, where=f"{path}: target")
+        for key, tier in (("screen_tier", task.search.screen_tier), ("final_tier", task.search.final_tier)):
+            self.settings.tier(tier, where=f"{path}: search.{key}")
         for name in (*task.ops, *(group.scope for group in task.cells if group.scope != "step")):
             if name not in OPS:
                 raise FasttrackError(
@@ -104,6 +105,14 @@ class Workspace:
                     where=str(path),
                     expected=f"batches {list(target.batches)}, contexts {list(target.contexts)}",
                     next="fasttrack targets",
+                )
+        for patch in task.search.patches:
+            if not (path.parent / patch).is_file():
+                raise FasttrackError(
+                    f"no such patch file {patch!r}",
+                    where=f"{path}: search.patches",
+                    expected="paths relative to the task file",
+                    next=f"ls {path.parent}",
                 )
         for glob in task.editable:
             if not any(_below(glob, editable) for editable in self.settings.scope.editable):

@@ -11,11 +11,13 @@ import subprocess
 from pathlib import Path
 
 from harness import sandbox
+from harness.errors import FasttrackError
 from harness.records import GATES, GateName, Reason
+from harness.sandbox_command import PATH, tool
 from harness.settings import Target
 from k3_backend.aot.cpu.host import best_arch
 
-__all__ = ["gpus", "obstacles"]
+__all__ = ["gpus", "obstacles", "require_compiler"]
 
 _NEEDS_RUN: frozenset[GateName] = frozenset({"kernels", "path", "features", "evals", "perf"})
 
@@ -37,6 +39,16 @@ def gpus() -> tuple[str, ...]:
 def obstacles(target: Target, root: Path) -> dict[GateName, Reason | None]:
     """Per gate that the target requires: None if it can be evaluated here, else why not."""
     return {gate: _obstacle(gate, target, root) for gate in GATES if gate in target.required}
+
+
+def require_compiler(target: Target) -> None:
+    """Refuse to start what has to build, before anything is stored.
+
+    Raises:
+        FasttrackError: the target's kernels need g++, and the sandbox has none.
+    """
+    if target.device == "cpu" and tool("g++") is None:
+        raise FasttrackError("g++ is not installed", where=PATH, expected="g++ 12 or newer", next="apt-get install g++")
 
 
 def _obstacle(gate: GateName, target: Target, root: Path) -> Reason | None:
@@ -62,8 +74,8 @@ def _obstacle(gate: GateName, target: Target, root: Path) -> Reason | None:
             f"kernels for device {target.device}",
             f"with a version that has them: fasttrack verify --target {target.name} --gates {gate}",
         )
-    if shutil.which("g++") is None:
-        return reason("compiler", "g++ is not installed", "g++ 12 or newer on PATH", "apt-get install g++")
+    if tool("g++") is None:
+        return reason("compiler", "g++ is not installed", f"g++ 12 or newer in {PATH}", "apt-get install g++")
     unavailable = sandbox.unavailable()
     if unavailable is not None:
         return reason("sandbox", unavailable.message, unavailable.expected, unavailable.next)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +57,7 @@ def audit(
 
 def _given(files: list[Path], op: str | None) -> list[tuple[str, str, Path]]:
     for path in files:
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise FasttrackError("no such file", where=str(path), expected="a shared object", next="fasttrack build")
     return [(op or path.stem, str(path), path) for path in files]
 

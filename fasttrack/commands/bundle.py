@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -65,15 +65,15 @@ def report(
     json: Json = False,
 ) -> None:
     """Print the reviewer's report of a bundle, rendered anew from its data."""
-    text = reports.render(_existing(bundle), format)
+    out, text = Output(json), reports.render(_existing(bundle), format)
     if json:
-        Output(json).document({"format": format, "report": text})
+        out.document({"format": format, "report": text})
     else:
-        sys.stdout.write(text)
+        out.write(text)
 
 
 def _existing(bundle: Path) -> Path:
-    if not bundle.is_dir():
+    if not os.path.isdir(bundle):
         raise FasttrackError(
             "no such folder", where=str(bundle), expected="the folder of a bundle", next="fasttrack runs"
         )

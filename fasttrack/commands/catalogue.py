@@ -86,6 +86,7 @@ def tasks(
         raise FasttrackError(
             f"unknown action {action!r}", where="tasks", expected="list or lint", next="fasttrack tasks list"
         )
+    _ = workspace.settings  # a problem of harness.toml is none of the tasks'
     rows, problems = [], []
     for path in task_files(workspace.root):
         try:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from agents.optimize import Baseline, Optimization, RunResult
 from agents.proposal import Proposer
@@ -18,6 +19,7 @@ from fasttrack.workspace import Workspace
 from harness.errors import FasttrackError
 from harness.store import RunStore
 from reports.schema import Command
+from verify.capability import require_compiler
 from verify.pipeline import require_own_base
 
 __all__ = ["register"]
@@ -56,6 +58,7 @@ def optimize(
     if dry_run:
         _describe(workspace, loaded, start, out)
         raise typer.Exit(EXIT_FINE)
+    require_compiler(workspace.settings.target(loaded.target))
     spec = {
         "command": "optimize",
         "task": loaded.model_dump(mode="json"),
@@ -119,11 +122,11 @@ def _narrowed(
             changes[where[0]][where[1]] = value
     try:
         return path, Task.model_validate({**task.model_dump(), **changes})
-    except ValueError as error:
+    except ValidationError as error:
         raise FasttrackError(
-            f"the options do not fit the task: {error}",
-            where="options",
-            expected="agent tuner, or replay with patches",
+            f"the options do not fit the task: {error.errors()[0]['msg']}",
+            where="--agent",
+            expected="tuner, or replay for a task with patches",
             next="fasttrack tasks",
         ) from error
 

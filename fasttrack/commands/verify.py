@@ -15,6 +15,7 @@ from harness.errors import FasttrackError
 from harness.records import GateName, GateResult, Verdict, VerdictWord
 from harness.store import CandidateOutcome, RunStore
 from reports.schema import Command
+from verify.capability import require_compiler
 from verify.pipeline import Job, Verification, make_candidate, require_own_base
 from verify.pipeline import verify as verify_job
 
@@ -50,6 +51,8 @@ def verify(
     settings = workspace.settings
     chosen, level = settings.target(target), settings.tier(tier)
     selected = parse_gates(gates)
+    if selected != ("scope",):
+        require_compiler(chosen)
     loaded_task = workspace.task(task) if task else None
     cells = loaded_task.all_cells() if loaded_task else ()
     head, start, origin = _candidate_commit(workspace, patch, candidate, base)
@@ -178,7 +181,7 @@ def _candidate_commit(
             expected="a git patch",
             next="git diff BASE > PATCH",
         ) from error
-    return repo.commit_patch(start, content, f"patch {patch.name}"), start, f"patch:{patch.name}"
+    return repo.commit_patch(start, content, f"patch {patch.name}", str(patch)), start, f"patch:{patch.name}"
 
 
 def _commands(target: str, tier: str, base: str, head: str) -> tuple[Command, ...]:

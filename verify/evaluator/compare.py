@@ -12,6 +12,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +79,7 @@ def compare_values(value: Tensor, reference: Tensor, *, row_dims: int = 1) -> Er
         element=max(chunk.element for chunk in chunks),
         row_l2=max(chunk.row_l2 for chunk in chunks),
         mean=sum(chunk.difference for chunk in chunks) / max(total, _TINY),
-        worst=tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape)),
+        worst=tuple(int(i) for i in np.unravel_index(flat, shape)),
     )
 
 

@@ -125,6 +125,8 @@ def state(lines: Sequence[Line]) -> State:
             return State(None, data.blocks, "futile")
         if data.blocks < stage.blocks:
             return State(stage, data.blocks, "")
+        if plan.is_look:
+            break
         judged = _Judged(plan, data, gains)
         if judged.outcome != "passed" or any(rig_findings(plan, data, blocks_of(rest, stage), floors)):
             return State(None, data.blocks, "refuted")
@@ -169,6 +171,10 @@ def _decide(plan: Plan, lines: Sequence[Line]) -> Decision:
         if data.blocks != data.stage.blocks:
             what = f"stage {data.stage.name} has {data.blocks} of {data.stage.blocks} blocks"
             return Decision("not_evaluated", (_finding("incomplete_record", what, "raw/perf.jsonl", "all blocks"),))
+        if plan.is_look:
+            what = "one block shows how large the difference is, and no bound on it"
+            found = Finding("perf.look", what, "all cells", "a tier with 2 blocks or more", plan.command)
+            return Decision("inconclusive", (found,), metrics)
         judged = _Judged(plan, data, gains)
         if judged.outcome != "passed":
             return Decision(judged.outcome, judged.findings, metrics)
@@ -295,14 +301,10 @@ def _metrics(plan: Plan, datas: Sequence[StageData]) -> dict[str, dict[str, Any]
     for base in ("best", "standard"):
         values = _pooled(datas, base)
         blocks = values.shape[1]
-        if blocks < 2:
-            metrics[f"worst_ratio_{base}"] = {"missing": f"{blocks} blocks were measured"}
+        if blocks == 0:
+            metrics[f"worst_ratio_{base}"] = {"missing": "no block was measured"}
             continue
-        found = bounds(values, _DISPLAY_ALPHA)
-        tables = [
-            {"value": mean, "unit": "x", "low": low, "high": high, "samples": blocks}
-            for mean, low, high in np.exp(np.stack([found.mean, found.low, found.high], axis=1)).tolist()
-        ]
+        tables = [{**numbers, "unit": "x", "samples": blocks} for numbers in _ratios(values)]
         metrics[f"worst_ratio_{base}"] = min(tables, key=lambda table: float(table["value"]))
         metrics |= {f"ratio_{base}/{key}": table for key, table in zip(plan.keys, tables, strict=True)}
     if datas[0].blocks >= 2 and datas[0].stage.control:
@@ -313,7 +315,18 @@ def _metrics(plan: Plan, datas: Sequence[StageData]) -> dict[str, dict[str, Any]
 
 def _pooled(datas: Sequence[StageData], base: str) -> Floats:
     """Values of all stages in which a baseline takes part, [cells, blocks]."""
-    return np.concatenate([data.values(base, "candidate") for data in datas if data.stage.has(base)], axis=1)
+    none = np.empty((len(datas[0].keys), 0))
+    return np.concatenate([none, *(data.values(base, "candidate") for data in datas if data.stage.has(base))], axis=1)
+
+
+def _ratios(values: Floats) -> list[dict[str, float | None]]:
+    """Per cell `value`, `low` and `high`, a 95 % interval; one block has no interval, none has no value."""
+    if values.shape[1] < 2:
+        column = np.exp(values[:, 0]).tolist() if values.shape[1] else [None] * len(values)
+        return [{"value": value, "low": None, "high": None} for value in column]
+    found = bounds(values, _DISPLAY_ALPHA)
+    rows = np.exp(np.stack([found.mean, found.low, found.high], axis=1)).tolist()
+    return [dict(zip(("value", "low", "high"), row, strict=True)) for row in rows]
 
 
 def summarise(lines: Sequence[Line]) -> dict[str, Any]:
@@ -330,7 +343,7 @@ def summarise(lines: Sequence[Line]) -> dict[str, Any]:
     datas = [stage_data(plan, rest, stage) for stage in plan.stages]
     words = {base: _words(plan, datas, base) for base in ("standard", "best")}
     values = {base: _pooled(datas, base) for base in ("standard", "best")}
-    shown = {base: bounds(v, _DISPLAY_ALPHA) if v.shape[1] >= 2 else None for base, v in values.items()}
+    shown = {base: _ratios(v) for base, v in values.items()}
     measured = [data for data in datas if data.blocks]
     typical = {
         arm: np.concatenate([data.typical_ns(arm) for data in measured if data.stage.has(arm)])
@@ -340,10 +353,9 @@ def summarise(lines: Sequence[Line]) -> dict[str, Any]:
     for at, cell in enumerate(plan.cells):
         against = {}
         for base, found in shown.items():
-            numbers = (None, None, None) if found is None else (found.mean[at], found.low[at], found.high[at])
-            ratio, low, high = (None if value is None else math.exp(float(value)) for value in numbers)
+            numbers = {"ratio": found[at]["value"], "low": found[at]["low"], "high": found[at]["high"]}
             blocks = [math.exp(float(value)) for value in values[base][at]]
-            against[base] = {"ratio": ratio, "low": low, "high": high, "word": words[base][at], "blocks": blocks}
+            against[base] = {**numbers, "word": words[base][at], "blocks": blocks}
         medians = {arm: float(np.median(times[:, at])) / 1e3 for arm, times in typical.items()}
         cells.append({"cell": dict(cell.cell), "against": against, "median_us": medians})
     return {"cells": cells, "note": _note(plan), "controls": list(_controls(plan, datas, rest))}
@@ -364,6 +376,8 @@ def _words(plan: Plan, datas: Sequence[StageData], base: str) -> list[str]:
 
 def _note(plan: Plan) -> str:
     stages = " and ".join(f"{s.blocks} blocks at level {s.alpha:.3g} ({s.name})" for s in plan.stages)
+    if plan.is_look:
+        return "One block of the candidate beside the current best: ratios without an interval, and no words."
     return (
         f"Intervals are 95 % over all blocks (trimmed mean, Student t). Words need every stage: {stages}. FAST: lower "
         f"bound above 1; SAME: inside the band of {plan.band:.1%}; SLOW: upper bound below it; AMBG: neither."
@@ -377,8 +391,8 @@ def _controls(plan: Plan, datas: Sequence[StageData], lines: Sequence[Line]) -> 
         yield "current best against itself", f"{math.exp(mean):.4f} ({math.exp(low):.4f}–{math.exp(high):.4f})"
     measured = [data for data in datas if data.blocks]
     for arm in ("standard", "candidate"):
-        if measured:
-            clocks = [data.clocks_ns(arm) for data in measured if data.stage.has(arm)]
+        clocks = [data.clocks_ns(arm) for data in measured if data.stage.has(arm)]
+        if clocks:
             excess = np.concatenate([evaluator - own for evaluator, own in clocks])
             yield f"evaluator's clock beyond the worker's, median slice, {arm}", f"{np.median(excess) / 1e3:.0f} µs"
     floors = floors_ns(plan, lines)

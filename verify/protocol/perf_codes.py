@@ -11,6 +11,7 @@ CODES: Mapping[str, str] = {
     "perf.cell_not_faster": "a cell that must gain is shown to have the same speed",
     "perf.cell_undecided": "a cell's interval is too wide for its claim",
     "perf.no_gain": "no cell is faster than the current best, and none can be by more than the band",
+    "perf.look": "one block was measured: it shows a size, no bound, and can accept nothing",
     "perf.gain_undecided": "no cell is shown faster than the current best, but some may be",
     "perf.identical": "the candidate's artifacts and schedules are those of the current best",
     "perf.output_mismatch": "outputs or states of timed calls are wrong or were not compared",

@@ -124,6 +124,11 @@ class Plan:
         return math.prod(stage.alpha for stage in self.stages)
 
     @property
+    def is_look(self) -> bool:
+        """Whether it is one block, which shows a size and no bound: it can refute a candidate and never accept one."""
+        return len(self.stages) == 1 and self.stages[0].blocks == 1
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """Cell keys in plan order."""
         return tuple(cell.key for cell in self.cells)
@@ -180,11 +185,9 @@ class Plan:
             (self.cells and len(set(self.keys)) == len(self.cells), "it has cells, each once"),
             (all(cell.claims for cell in self.cells), "every cell has a claim"),
             (set(self.gain_cells) <= set(self.keys), "gain cells are cells"),
-            (self.stages and self.stages[0].control, "its first stage carries the A/A control"),
-            (
-                all(stage.blocks >= 2 and 0 < stage.alpha <= 0.5 for stage in self.stages),
-                "stages have 2 blocks or more",
-            ),
+            (self.stages and (self.is_look or self.stages[0].control), "its first stage carries the A/A control"),
+            (self.is_look or all(stage.blocks >= 2 for stage in self.stages), "stages have 2 blocks or more"),
+            (all(0 < stage.alpha <= 0.5 for stage in self.stages), "levels are above 0 and at most 0.5"),
             (len({stage.name for stage in self.stages}) == len(self.stages), "stages have different names"),
             (self.candidates >= 1 and 0 < self.alpha_per_run <= 0.1, "the error budget is positive and at most 0.1"),
             (spent <= budget * (1 + 1e-9), f"stage levels multiply to {spent:.2g}, at most {budget:.2g}"),
@@ -217,14 +220,16 @@ def plan_stages(blocks: int, alpha_per_run: float, candidates: int) -> tuple[Sta
 
     From four blocks on: a search stage and a confirmation stage of equal level, with fresh processes, seeds and order.
     A candidate that fails the search costs half, a lucky one has to be lucky twice, and each level is far enough from
-    the tail that a t quantile describes it.
+    the tail that a t quantile describes it. One block is a look at the candidate beside the current best.
 
     Raises:
-        PlanError: fewer than two blocks.
+        PlanError: no blocks.
     """
-    if blocks < 2:
-        raise PlanError(f"{blocks} perf blocks; a bound needs at least 2")
+    if blocks < 1:
+        raise PlanError(f"{blocks} perf blocks; expected at least 1")
     share = alpha_per_run / candidates
+    if blocks == 1:
+        return (Stage("look", 1, share, control=False),)
     if blocks < 4:
         return (Stage("search", blocks, share, control=True),)
     level = math.sqrt(share)

@@ -33,7 +33,7 @@ GATE: Final = "evals"
 THREADS = 2
 BATCH = 24
 REPEAT_BATCH = 16
-"""Batch of the standard arm's second run: another composition, so that the A/A difference holds batching noise."""
+"""Batch of the standard arm's second run, in another process: the A/A difference holds the noise of batching."""
 
 Answers = Mapping[str, Answer]
 
@@ -63,15 +63,17 @@ def run(ctx: GateContext) -> GateResult:
         scored = side_by_side(
             {
                 "standard": lambda: _standard(ctx, seed, samples, (contexts[0] // 2, contexts[0]), texts),
-                "candidate": lambda: _candidate(ctx, texts),
+                "repeat": lambda: _score(
+                    ctx, "standard", standard_arm(), UNTIMED_STANDARD_THREADS, texts, REPEAT_BATCH
+                ),
+                "candidate": lambda: _score(ctx, "candidate", candidate_arm(ctx), THREADS, texts, BATCH),
             }
         )
     except _ArmFailedError:
         pass
     else:
         for ask in texts.result():
-            answers = [run[ask.id] for run in (*scored["standard"], *scored["candidate"])]
-            ctx.evidence.append(GATE, _line(ask, *answers))
+            ctx.evidence.append(GATE, _line(ask, {name: answers[ask.id] for name, answers in scored.items()}))
     ctx.evidence.append(GATE, {"kind": "end"})
     decision = protocol.decide(ctx.evidence.lines(GATE))
     return to_result(
@@ -81,8 +83,8 @@ def run(ctx: GateContext) -> GateResult:
 
 def _standard(
     ctx: GateContext, seed: int, samples: int, contexts: tuple[int, int], texts: Future[list[Ask]]
-) -> list[Answers]:
-    """Let the standard arm write the texts, hand them over, then score it on them twice."""
+) -> Answers:
+    """Let the standard arm write the texts, hand them over, then score it on them."""
     seeds = np.random.SeedSequence(seed).generate_state(len(SUITES))
     recall = [
         recall_asks(suite, int(s), samples, context)
@@ -95,16 +97,16 @@ def _standard(
             asks = [forced_text(ask, written[ask.id]) for ask in writing]
             asks += [ask for group in recall for ask in group]
             texts.set_result(asks)
-            return [_generate(arm, asks, batch) for batch in (BATCH, REPEAT_BATCH)]
+            return _generate(arm, asks, BATCH)
     except BaseException as error:
-        if not texts.done():  # the other arm waits
+        if not texts.done():  # the others wait
             texts.set_exception(error)
         raise
 
 
-def _candidate(ctx: GateContext, texts: Future[list[Ask]]) -> list[Answers]:
-    with _engine(ctx, "candidate", candidate_arm(ctx), THREADS) as arm:
-        return [_generate(arm, texts.result(), BATCH)]
+def _score(ctx: GateContext, name: str, spec: ArmSpec, threads: int, texts: Future[list[Ask]], batch: int) -> Answers:
+    with _engine(ctx, name, spec, threads) as arm:
+        return _generate(arm, texts.result(), batch)
 
 
 @contextmanager
@@ -132,11 +134,10 @@ def _generate(arm: EngineArm, asks: Sequence[Ask], batch: int) -> Answers:
     return arm.run([replace(ask, arrives=0) for ask in asks]).answers
 
 
-def _line(ask: Ask, standard: Answer, repeat: Answer, candidate: Answer) -> dict[str, object]:
-    arms = {"standard": standard, "repeat": repeat, "candidate": candidate}
+def _line(ask: Ask, arms: Mapping[str, Answer]) -> dict[str, object]:
     classes = {name: "ok" if answer.finish == "length" else answer.finish for name, answer in arms.items()}
     scores = {name: float(np.mean(a.logprobs)) if classes[name] == "ok" else None for name, a in arms.items()}
-    pairs = list(zip(standard.logprobs, candidate.logprobs, strict=False))
+    pairs = list(zip(arms["standard"].logprobs, arms["candidate"].logprobs, strict=False))
     return {
         "kind": "sample",
         "suite": ask.id.rpartition("-")[0],

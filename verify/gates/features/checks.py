@@ -180,9 +180,13 @@ def abort(arm: EngineArm, plan: Plan, plain: EngineRun) -> dict[str, Any]:
 
 
 def sampling(arm: EngineArm, plan: Plan, _plain: EngineRun) -> dict[str, Any]:
-    """Many draws of one token at temperature 1 from a decode step's logits, counted, and the arm's own distribution."""
+    """Many draws of one token at temperature 1 from a decode step's logits, counted, and the arm's own distribution.
+
+    Of the standard arm the distribution is all that is asked.
+    """
     arm.open(tokens=len(plan.sampled[0].prompt) + 2, max_requests=64, max_step_tokens=2048)
-    run = arm.run(plan.sampled)
+    asks = plan.sampled if arm.specialized else plan.sampled[:1]
+    run = arm.run(asks)
     vocab = len(run.answers["s0"].distribution)
     counts = [0] * vocab
     for answer in run.answers.values():
@@ -190,7 +194,7 @@ def sampling(arm: EngineArm, plan: Plan, _plain: EngineRun) -> dict[str, Any]:
             counts[answer.tokens[1]] += 1
     exact = [
         _rule("answers with a non-finite logit", run.count("nonfinite"), 0),
-        _rule("draws", sum(counts), len(plan.sampled)),
+        _rule("draws", sum(counts), len(asks)),
     ]
     probabilities = [float(np.exp(p)) for p in run.answers["s0"].distribution]
     return {"counts": counts, "probabilities": probabilities, "exact": exact}

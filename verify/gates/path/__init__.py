@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -28,7 +29,7 @@ from verify.evaluator.receipts import receipts
 from verify.evaluator.steps import Chain, draw_chain, reference_steps, standard_steps
 from verify.evaluator.walk import distance, walk
 from verify.evaluator.worker import Worker, WorkerError, WorkerFailure
-from verify.gates.arms import candidate_arm, identity, obstacle
+from verify.gates.arms import candidate_arm, identity, obstacle, side_by_side
 from verify.gates.common import command_for, gate_guard, to_result
 from verify.protocol.path import MEASURES, PROTOCOL_ID, decide
 from verify.workers.path_model import path_model
@@ -145,10 +146,7 @@ class _Campaign:
 
     def run(self) -> None:
         """Measure the tolerance once, then every planned line; ends early only if the objects cannot be loaded."""
-        lines = self.ctx.evidence.lines("path")
-        if not any(line["kind"] == "tolerance" for line in lines):
-            self.ctx.evidence.append("path", self._tolerance())
-        done = {line.get("id") for line in lines}
+        done = {line.get("id") for line in self.ctx.evidence.lines("path")}
         left = [_Planned(**fields) for fields in self.header["plan"] if fields["id"] not in done]
         total = len(left)
         while left:
@@ -159,10 +157,18 @@ class _Campaign:
                 threads=THREADS,
                 buffer_bytes=BUFFER_BYTES,
             ) as worker:
-                if not self._open(worker):
+                loaded = partial(self._open, worker)
+                if not side_by_side({"load": loaded, "tolerance": self._measure_tolerance})["load"]:
                     return
                 while left and self._line(worker, left.pop(0)):
                     self.ctx.progress(f"path: {total - len(left)} of {total} chains of steps")
+
+    def _measure_tolerance(self) -> bool:
+        """Add the tolerance to the record if it is not there; whether that had to be done."""
+        if any(line["kind"] == "tolerance" for line in self.ctx.evidence.lines("path")):
+            return False
+        self.ctx.evidence.append("path", self._tolerance())
+        return True
 
     def _tolerance(self) -> dict[str, Any]:
         """Largest distance of standard steps from the fp64 reference, on a few small chains."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -157,8 +157,11 @@ class _Campaign:
                 threads=THREADS,
                 buffer_bytes=BUFFER_BYTES,
             ) as worker:
-                loaded = partial(self._open, worker)
-                if not side_by_side({"load": loaded, "tolerance": self._measure_tolerance})["load"]:
+                both: dict[str, Callable[[], bool]] = {
+                    "load": partial(self._open, worker),
+                    "tolerance": self._measure_tolerance,
+                }
+                if not side_by_side(both)["load"]:
                     return
                 while left and self._line(worker, left.pop(0)):
                     self.ctx.progress(f"path: {total - len(left)} of {total} chains of steps")

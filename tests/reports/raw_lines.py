@@ -202,7 +202,7 @@ def perf_lines(
         artifacts: `op/arch` to artifact digest.
         tier: name of the tier.
         gain: speed-up over the best at batch 1; less at larger batches.
-        noise: standard deviation of the log of a slice's time; smoke's two blocks prove nothing with more.
+        noise: standard deviation of the log of a slice's time; two blocks prove nothing with more.
     """
     target, limits = settings.target("cpu"), settings.tier(tier)
     steps = target.cells(limits)

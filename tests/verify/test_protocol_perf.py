@@ -14,6 +14,7 @@ import pytest
 
 from harness.records import Cell, Measurement
 from tests.verify.perf_records import CEILINGS, OP_CELL, STEP_CELLS, FakeSampler, make_plan, record, speeds
+from verify.gates.perf.compare import Left
 from verify.protocol import perf
 from verify.protocol.floors import Traffic
 from verify.protocol.perf import below_floor, decide, summarise
@@ -240,8 +241,32 @@ def test_stage_levels_multiply_to_the_candidates_share() -> None:
             assert math.prod(stage.alpha for stage in stages) == pytest.approx(0.01 / candidates)
             assert sum(stage.blocks for stage in stages) == blocks
             assert stages[0].control
-    with pytest.raises(PlanError, match="at least 2"):
-        plan_stages(1, 0.01, 1)
+    with pytest.raises(PlanError, match="at least 1"):
+        plan_stages(0, 0.01, 1)
+
+
+def test_one_block_is_a_look_that_accepts_nothing(tmp_path: Path) -> None:
+    """A candidate is accepted on one block, or a look hides the ratio that a search goes by."""
+    for gain in (0.0, 0.3, 5.0):
+        plan = make_plan(blocks=1)
+        lines = record(tmp_path / str(gain), plan, FakeSampler(speeds(gain), noise=0.0))
+        assert [line["kind"] for line in lines].count("block") == 1
+        decision = decide(lines)
+        assert decision.outcome == "inconclusive"
+        assert codes(lines) == {"perf.look"}
+        found = decision.metrics[f"ratio_best/{OP_CELL.key}"]
+        assert found["value"] == pytest.approx(1 + gain, rel=1e-6)
+        assert (found["low"], found["high"], found["samples"]) == (None, None, 1)
+        assert "missing" in decision.metrics["worst_ratio_standard"]
+        summary = summarise(lines)
+        assert [cell["against"]["best"]["ratio"] is None for cell in summary["cells"]] == [False] * len(plan.cells)
+        assert {cell["against"]["best"]["word"] for cell in summary["cells"]} == {"????"}
+    wrong = FakeSampler(speeds(0.3), corrupt=lambda arm, _key, left: blank(left) if arm == "candidate" else left)
+    assert decide(record(tmp_path / "wrong", make_plan(blocks=1), wrong)).outcome == "failed"
+
+
+def blank(left: Left) -> Left:
+    return Left({name: 0 * value for name, value in left.outputs.items()}, left.states)
 
 
 def test_slices_come_in_secret_turns_and_no_arm_follows_itself() -> None:

@@ -132,7 +132,7 @@ def clear(session: Session) -> dict[str, Any]:
     made = _made(session)
     made.kept.clear()
     for bank in made.output_banks:
-        bank.fill_(0xFF)
+        bank.numpy()[:] = 0xFF  # not by torch: its threads would spin on into the slice, where kernels have theirs
     if made.pool is not None:
         made.pool.scratch[:] = 0xFF
     return {}

@@ -3,14 +3,15 @@
 It works by coordinates. Around the current best schedule it times every one-tunable change at the task's batches
 (advisory: its own clock readings never enter a verdict), then proposes the most promising tunable that has not been
 tried from this best, setting each batch bucket to its own best value; when no single tunable is left it proposes the
-joint descent, all tunables together. The gatekeeper's answers steer it: a kept proposal moves the centre of the next
-sweep, a refused one is never proposed again from the same centre.
+joint descent, all tunables together. While the task still has candidates it then probes the best change of each tunable
+that its own timings hold for no gain: they are rough, and the gate's clock decides. The gatekeeper's answers steer it:
+a kept proposal moves the centre of the next sweep, a refused one is never proposed again from the same centre.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agents.proposal import BestView, Exhausted, History, Proposal
@@ -25,6 +26,9 @@ Point = Mapping[str, int]
 
 Timer = Callable[[int, Sequence[Point]], Sequence[float]]
 """(rows M, points) to seconds per call of each point: medians of interleaved repeats, so that ratios are fair."""
+
+_Sweep = tuple[float, list[tuple[str, Point, float]]]
+"""Seconds of a point, and (changed tunable, point, seconds) of its neighbours."""
 
 MIN_GAIN = 1.02
 """Advisory ratio below which a change is not worth a proposal: about twice the spread of one interleaved median."""
@@ -81,16 +85,12 @@ class Tuner:
         """The most promising untried move from the current best schedule."""
         schedule = Schedule.load(best.path(self.path), op=self.op, geometry=self.geometry, tunables=self.space)
         tried = {entry.hypothesis for entry in history}
-        moves = [move for move in self._single_moves(schedule) if max(move.ratios.values()) >= MIN_GAIN]
-        moves.sort(key=lambda move: move.merit, reverse=True)
-        for move in [*moves, self._joint_move(schedule)]:
+        sweeps = {rows: self._sweep(rows, self._point(schedule, rows)) for rows in self.rows}
+        for move in self._moves(schedule, sweeps):
             proposal = self._proposal(schedule, move)
             if proposal is not None and proposal.hypothesis not in tried:
                 return proposal
-        raise Exhausted(
-            f"no untried change of {', '.join(t.name for t in self.space)} "
-            f"is predicted to gain {100 * (MIN_GAIN - 1):.0f} %"
-        )
+        raise Exhausted(f"no untried change of {', '.join(t.name for t in self.space)}")
 
     def tuned_for(self, rows: int, hold: Point) -> Point:
         """The point that joint descent finds best at one row count, starting from each tunable's first value.
@@ -115,16 +115,22 @@ class Tuner:
 
     # --- moves -----------------------------------------------------------------------------------------------------
 
-    def _single_moves(self, schedule: Schedule) -> list[_Move]:
-        """Per tunable: each row count's best value with the other tunables as they are."""
-        by_rows = {rows: self._sweep(rows, self._point(schedule, rows)) for rows in self.rows}
+    def _moves(self, schedule: Schedule, sweeps: Mapping[int, _Sweep]) -> Iterator[_Move]:
+        """Promising changes of one tunable, then all tunables together, then probes."""
+        gaining = [move for move in self._single_moves(schedule, sweeps, MIN_GAIN) if max(move.ratios.values()) > 1.0]
+        yield from sorted(gaining, key=lambda move: move.merit, reverse=True)
+        yield self._joint_move(schedule)
+        yield from sorted(self._single_moves(schedule, sweeps, 0.0), key=lambda move: move.merit, reverse=True)
+
+    def _single_moves(self, schedule: Schedule, sweeps: Mapping[int, _Sweep], least: float) -> list[_Move]:
+        """Per tunable: each row count's best other value, where its ratio is at least `least`; the rest as it is."""
         moves = []
         for name in (t.name for t in self.space):
             points, ratios = {}, {}
-            for rows, (here, timed) in by_rows.items():
+            for rows, (here, timed) in sweeps.items():
                 options = [(seconds, point) for changed, point, seconds in timed if changed == name]
                 seconds, point = min(options, key=lambda option: option[0], default=(here, self._point(schedule, rows)))
-                gains = here / seconds >= MIN_GAIN
+                gains = here / seconds >= least
                 points[rows] = point if gains else self._point(schedule, rows)
                 ratios[rows] = here / seconds if gains else 1.0
             moves.append(_Move(name, points, ratios))
@@ -138,9 +144,7 @@ class Tuner:
             points[rows], ratios[rows] = point, ratio
         return _Move("all tunables", points, ratios)
 
-    def _sweep(
-        self, rows: int, centre: Point, held: frozenset[str] = frozenset()
-    ) -> tuple[float, list[tuple[str, Point, float]]]:
+    def _sweep(self, rows: int, centre: Point, held: frozenset[str] = frozenset()) -> _Sweep:
         """Seconds of the centre, and of every point that differs from it in one tunable that is not held."""
         changes = [
             (tunable.name, {**centre, tunable.name: value})

@@ -21,10 +21,12 @@ from verify.gates.perf.campaign import run_campaign
 from verify.gates.perf.compare import Left
 from verify.gates.perf.sampler import ArmFault, Paths, Slice
 from verify.protocol.floors import Ceilings, Traffic
+from verify.protocol.perf import decide
 from verify.protocol.perf_plan import CellPlan, Claim, Plan, plan_stages
 
 STEP_CELLS = tuple(Cell(scope="step", batch=batch, context=256) for batch in (1, 8, 64))
 OP_CELL = Cell(scope="kda_decode", batch=8)
+KEYS = [cell.key for cell in (*STEP_CELLS, OP_CELL)]
 
 
 def make_plan(
@@ -178,3 +180,13 @@ def record(
     numbers = itertools.count()
     run_campaign(plan, sampler, evidence, silent, draw_seed=lambda: hashlib.sha256(b"%d" % next(numbers)).hexdigest())
     return evidence.lines("perf")
+
+
+def codes(lines: list[dict[str, Any]]) -> set[str]:
+    """Reason codes that the decision gives."""
+    return {finding.code for finding in decide(lines).findings}
+
+
+def header_of(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The header line of a record."""
+    return next(line for line in lines if line["kind"] == "header")

@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 
 from harness.records import Cell, Measurement
-from tests.verify.perf_records import CEILINGS, OP_CELL, STEP_CELLS, FakeSampler, make_plan, record, speeds
+from tests.verify.perf_records import (
+    CEILINGS,
+    KEYS,
+    OP_CELL,
+    STEP_CELLS,
+    FakeSampler,
+    codes,
+    make_plan,
+    record,
+    speeds,
+)
 from verify.gates.perf.compare import Left
 from verify.protocol import perf
 from verify.protocol.floors import Traffic
@@ -30,21 +40,6 @@ from verify.protocol.perf_plan import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-KEYS = [cell.key for cell in (*STEP_CELLS, OP_CELL)]
-
-
-def codes(lines: list[dict[str, Any]]) -> set[str]:
-    return {finding.code for finding in decide(lines).findings}
-
-
-def header_of(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    return next(line for line in lines if line["kind"] == "header")
-
-
-@pytest.fixture(scope="module")
-def accepted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """A complete measurement of a candidate that is 10 % faster everywhere."""
-    return record(tmp_path_factory.mktemp("accepted"), make_plan(), FakeSampler(speeds(0.1)))
 
 
 def test_a_faster_candidate_passes_and_its_ratios_are_the_true_ones(accepted: list[dict[str, Any]]) -> None:

@@ -7,28 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.verify.perf_records import OP_CELL, STEP_CELLS, FakeSampler, make_plan, record, speeds
+from tests.verify.perf_records import (
+    codes,
+    header_of,
+)
 from verify.protocol.perf import decide
 from verify.protocol.perf_data import order_code
 from verify.protocol.perf_plan import (
     MIN_ROUNDS,
 )
-
-KEYS = [cell.key for cell in (*STEP_CELLS, OP_CELL)]
-
-
-def codes(lines: list[dict[str, Any]]) -> set[str]:
-    return {finding.code for finding in decide(lines).findings}
-
-
-def header_of(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    return next(line for line in lines if line["kind"] == "header")
-
-
-@pytest.fixture(scope="module")
-def accepted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """A complete measurement of a candidate that is 10 % faster everywhere."""
-    return record(tmp_path_factory.mktemp("accepted"), make_plan(), FakeSampler(speeds(0.1)))
 
 
 @pytest.mark.parametrize("missing", ["end", "last block", "first begin", "header", "everything"])

@@ -139,8 +139,13 @@ class Optimization:
         return self.store.candidates()[kept[-1] - 1].head if kept else baseline.commit
 
     def _budget_ending(self) -> str | None:
-        if len(self.store.candidates()) >= self.task.search.candidates:
-            return f"{self.task.search.candidates} candidates tried, the task's limit"
+        rows, limit = self.store.candidates(), self.task.search.candidates
+        # A repeated proposal is not judged, so it takes no candidate's place.
+        repeated = sum(row.outcome == "duplicate" for row in rows)
+        if len(rows) - repeated >= limit:
+            return f"{limit} candidates tried, the task's limit"
+        if repeated >= limit:
+            return f"{repeated} proposals repeated earlier ones"
         if self.store.spent("seconds") >= 60 * self.task.budget.minutes:
             return f"{self.task.budget.minutes:g} minutes used, the task's budget"
         return None

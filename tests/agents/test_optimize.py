@@ -155,6 +155,13 @@ def test_same_tree_and_uncommittable_proposals_are_recorded_not_judged(repo: Rep
     assert [tier for tier, _ in log] == ["smoke", "pr"]
 
 
+def test_a_repeated_proposal_takes_no_candidates_place(repo: Repository, tmp_path: Path) -> None:
+    """A search ends with fewer candidates judged than the task allows, because its proposer came back to old ones."""
+    _, result = run(repo, tmp_path, [5, 0, 4, 3, 2, 1], [])
+    assert outcomes(result) == ["accepted", "duplicate", "rejected", "rejected", "rejected"]
+    assert "4 candidates tried" in result.ending
+
+
 def test_nothing_better_ends_without_accept(repo: Repository, tmp_path: Path) -> None:
     """A run whose candidates are all slower must not accept the least bad one."""
     _, result = run(repo, tmp_path, [-1, -2], [])

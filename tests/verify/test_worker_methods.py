@@ -14,11 +14,12 @@ import torch
 from measured_fixtures import PICO, build_faults
 
 from k3_backend.aot.manifest import Artifact
+from k3_backend.aot.schedule import ScheduleError
 from k3_backend.ops.registry import reference
 from verify.evaluator.inputs import Call, Case, make
 from verify.evaluator.steps import batch_json, draw_chain, standard_steps
 from verify.evaluator.worker import SharedBuffer
-from verify.workers import main, op_methods, path_methods
+from verify.workers import main, op_methods, path_methods, tune_methods
 from verify.workers.arm import kernels, spoil, unspoil
 from verify.workers.main import Session
 from verify.workers.path_model import path_model
@@ -258,3 +259,16 @@ def test_the_nonce_comes_first() -> None:
     ours.close()
     with pytest.raises(SystemExit, match="nonce"):
         main._read_nonce(theirs)
+
+
+def test_points_are_timed_on_the_calls_that_were_asked_for(session: Session, buffer: SharedBuffer) -> None:
+    """The tuner goes by times of nothing, of other calls, or in another order than its points."""
+    views = place(buffer, CALL)
+    asked = {"op": "kda_decode", "rows": 2, "sets": [views], "attrs": dict(CALL.attrs), "turns": 2}
+    found = tune_methods.points(session, tunables=[{"fault": 0}, {"fault": 0}], **asked)
+    assert len(found["seconds"]) == 2
+    assert all(1e-6 < seconds < 1.0 for seconds in found["seconds"])
+    want = reference("kda_decode")(CALL.tensors, CALL.attrs)["state"]
+    assert not torch.equal(torch.from_numpy(buffer.array(View.from_json(views["state"]))).double(), want), "many calls"
+    with pytest.raises(ScheduleError):
+        tune_methods.points(session, tunables=[{"fault": 10_000}], **asked)

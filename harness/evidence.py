@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from harness import canonical
 from harness.errors import FasttrackError
 from harness.records import EvidenceRef
 
-__all__ = ["DISK_ERRNOS", "DiskError", "JsonLines", "disk_error", "fsync_folder", "write_atomic"]
+__all__ = ["DISK_ERRNOS", "DiskError", "JsonLines", "disk_error", "disk_errors", "fsync_folder", "write_atomic"]
 
 DISK_ERRNOS = frozenset(
     (errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS)
@@ -149,6 +150,15 @@ def disk_error(error: OSError, path: Path) -> DiskError:
         expected="a writable disk with free space; what was stored so far is kept",
         next=f"df -h {path.parent}; then resume the run",
     )
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Operating-system errors of the block as a `DiskError` about a path."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, path) from error
 
 
 def _write_all(fd: int, data: bytes) -> None:

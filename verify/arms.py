@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness import sandbox
-from harness.evidence import disk_error
+from harness.evidence import disk_errors
 from harness.settings import BuildLimits
 from k3_backend.aot.build import read_only_inputs
 from k3_backend.aot.manifest import Artifact
@@ -91,37 +91,27 @@ def snapshot(
     Raises:
         DiskError: full or read-only disk.
     """
-    try:
-        return _snapshot(folder, candidate, candidate_schedules, best, best_schedules, runtime)
-    except OSError as error:
-        raise disk_error(error, folder) from error
-
-
-def _snapshot(
-    folder: Path,
-    candidate: Mapping[str, Artifact],
-    candidate_schedules: Path,
-    best: Mapping[str, Artifact],
-    best_schedules: Path,
-    runtime: Artifact,
-) -> Arms:
-    if folder.exists():
-        shutil.rmtree(folder)
-    arms = {}
-    for name, artifacts, schedules in (("candidate", candidate, candidate_schedules), ("best", best, best_schedules)):
-        home = folder / name
-        copies = {}
-        for op, artifact in artifacts.items():
-            shutil.copytree(artifact.path, home / "artifacts" / op)
-            copies[op] = Artifact.read(home / "artifacts" / op)
-        (home / "schedules").mkdir(parents=True)
-        if schedules.is_dir():
-            shutil.copytree(schedules, home / "schedules", dirs_exist_ok=True)
-        arms[name] = (copies, home / "schedules")
-    return Arms(
-        candidate=arms["candidate"][0],
-        candidate_schedules=arms["candidate"][1],
-        best=arms["best"][0],
-        best_schedules=arms["best"][1],
-        runtime=Artifact.read(shutil.copytree(runtime.path, folder / "runtime")),
-    )
+    with disk_errors(folder):
+        if folder.exists():
+            shutil.rmtree(folder)
+        arms = {}
+        for name, artifacts, schedules in (
+            ("candidate", candidate, candidate_schedules),
+            ("best", best, best_schedules),
+        ):
+            home = folder / name
+            copies = {}
+            for op, artifact in artifacts.items():
+                shutil.copytree(artifact.path, home / "artifacts" / op)
+                copies[op] = Artifact.read(home / "artifacts" / op)
+            (home / "schedules").mkdir(parents=True)
+            if schedules.is_dir():
+                shutil.copytree(schedules, home / "schedules", dirs_exist_ok=True)
+            arms[name] = (copies, home / "schedules")
+        return Arms(
+            candidate=arms["candidate"][0],
+            candidate_schedules=arms["candidate"][1],
+            best=arms["best"][0],
+            best_schedules=arms["best"][1],
+            runtime=Artifact.read(shutil.copytree(runtime.path, folder / "runtime")),
+        )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from harness.evidence import disk_error
+from harness.evidence import disk_errors
 from harness.git import Repository
 
 __all__ = ["JUDGING_PATHS", "export_tree"]
@@ -31,24 +31,18 @@ def export_tree(repo: Repository, commit: str, prefixes: tuple[str, ...], cache:
     Raises:
         FasttrackError: the tree holds symlinks, submodules or unsafe names, or the disk is full.
     """
-    try:
-        return _export(repo, commit, prefixes, cache)
-    except OSError as error:
-        raise disk_error(error, cache) from error
-
-
-def _export(repo: Repository, commit: str, prefixes: tuple[str, ...], cache: Path) -> Path:
-    name = f"{repo.tree(commit)[:20]}-{'+'.join(p.replace('/', '.') for p in prefixes) or 'all'}"
-    final = cache / name
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{final}.lock"):
-        if final.is_dir():
-            return final
-        for stale in cache.glob(f".{name}.*"):
-            shutil.rmtree(stale)
-        partial = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=cache))
-        repo.export(commit, partial, prefixes)
-        if prefixes == JUDGING_PATHS:  # a worker may not write, so each would compile all that it imports
-            compileall.compile_dir(partial, quiet=2)
-        os.rename(partial, final)
-    return final
+    with disk_errors(cache):
+        name = f"{repo.tree(commit)[:20]}-{'+'.join(p.replace('/', '.') for p in prefixes) or 'all'}"
+        final = cache / name
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{final}.lock"):
+            if final.is_dir():
+                return final
+            for stale in cache.glob(f".{name}.*"):
+                shutil.rmtree(stale)
+            partial = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=cache))
+            repo.export(commit, partial, prefixes)
+            if prefixes == JUDGING_PATHS:  # a worker may not write, so each would compile all that it imports
+                compileall.compile_dir(partial, quiet=2)
+            os.rename(partial, final)
+        return final

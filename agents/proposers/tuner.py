@@ -31,7 +31,7 @@ _Sweep = tuple[float, list[tuple[str, Point, float]]]
 """Seconds of a point, and (changed tunable, point, seconds) of its neighbours."""
 
 MIN_GAIN = 1.02
-"""Advisory ratio below which a change is not worth a proposal: about twice the spread of one interleaved median."""
+"""Advisory ratio below which a change counts as no gain: about twice the spread of one interleaved median."""
 
 
 @dataclass(frozen=True)

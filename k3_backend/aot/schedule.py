@@ -1,10 +1,11 @@
 """Schedules: which value each tunable of a kernel takes, by number of rows.
 
-Two small TOML files meet here. `kernels/<op>/cpu.toml` *declares* tunables (name, allowed values, meaning), in the
-order of the kernel's trailing arguments, and which values of its op's integer attributes the kernel `supports`.
-`schedules/cpu/<geometry>/<op>.toml` *chooses* one value per tunable for ascending buckets of rows M = B*T; the first
-bucket with `max_rows >= M` applies, and beyond the last bucket there is no schedule, so that the planner refuses
-instead of guessing. Nothing here searches or measures.
+Two small TOML files meet here. `kernels/<op>/cpu.toml` and `cute.toml` *declare* tunables (name, allowed values,
+meaning), which values of its op's integer attributes the kernel `supports`, and, for CUDA, which sizes or attributes
+it is `specialised` in: compiled once for each value. `schedules/<family>/<geometry>/<op>.toml` *chooses* one value per
+tunable for ascending buckets of rows M = B*T; the first bucket with `max_rows >= M` applies, and beyond the last bucket
+there is no schedule, so that the planner refuses instead of guessing. A bucket may name values of specialised sizes
+(`when`): it then applies to those calls only. Nothing here searches or measures.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class Declarations:
     """In argument order."""
     supports: Mapping[str, tuple[int, ...]]
     """Integer attribute of the op -> values that the kernel implements; an attribute that is absent is unrestricted."""
+    specialised: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    """Size or attribute of a call -> values that machine code exists for: integers, or names of geometry fields."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,12 @@ class Bucket:
 
     max_rows: int
     values: Mapping[str, int]
+    when: Mapping[str, int] = field(default_factory=dict)
+    """Specialised sizes that a call must have; none: any call."""
+
+    def applies(self, sizes: Mapping[str, int]) -> bool:
+        """Whether a call with these specialised sizes may use the bucket, its rows aside."""
+        return all(sizes.get(name) == value for name, value in self.when.items())
 
 
 @dataclass(frozen=True)
@@ -110,16 +119,26 @@ def load_declarations(path: Path) -> Declarations:
     """
     doc = _read(path, "declare tunables as in docs/kernel-authoring.md")
     for key, table in doc.data.items():
-        if key not in ("tunables", "supports") or not isinstance(table, dict):
+        if key not in ("tunables", "supports", "specialised") or not isinstance(table, dict):
             where = doc.line(rf"\[*\s*\"?{re.escape(key)}")
-            raise _declaration_error(f"unexpected {key!r}", where, "only [tunables.<name>] and [supports] tables")
+            rule = "only [tunables.<name>], [supports] and [specialised] tables"
+            raise _declaration_error(f"unexpected {key!r}", where, rule)
     tunables = tuple(_tunable(doc, name, table) for name, table in doc.data.get("tunables", {}).items())
     supports = doc.data.get("supports", {})
     for name, values in supports.items():
         if not _is_int_list(values):
             where = doc.line(rf"{re.escape(name)}\s*=")
             raise _declaration_error(f"supports.{name} = {values!r}", where, "a non-empty list of different integers")
-    return Declarations(tunables, {name: tuple(values) for name, values in supports.items()})
+    specialised = doc.data.get("specialised", {})
+    for name, values in specialised.items():
+        if not _is_list_of_sizes(values) or name in {t.name for t in tunables}:
+            rule = "a non-empty list of different integers or geometry fields, under a name of its own"
+            raise _declaration_error(f"specialised.{name} = {values!r}", doc.line(rf"{re.escape(name)}\s*="), rule)
+    return Declarations(
+        tunables,
+        {name: tuple(values) for name, values in supports.items()},
+        {name: tuple(values) for name, values in specialised.items()},
+    )
 
 
 def load_tunables(path: Path) -> tuple[Tunable, ...]:
@@ -133,6 +152,12 @@ def _declaration_error(what: str, where: str, expected: str) -> ScheduleError:
 
 def _is_int_list(values: object) -> bool:
     return isinstance(values, list) and bool(values) and all(map(_is_int, values)) and len(set(values)) == len(values)
+
+
+def _is_list_of_sizes(values: object) -> bool:
+    if not isinstance(values, list) or not values or len({str(v) for v in values}) != len(values):
+        return False
+    return all(_is_int(v) or (isinstance(v, str) and v.isidentifier()) for v in values)
 
 
 def _tunable(doc: _Text, name: str, table: object) -> Tunable:
@@ -153,25 +178,45 @@ def _tunable(doc: _Text, name: str, table: object) -> Tunable:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The chosen tunables of one op on one geometry. Buckets are ascending and cover 1..buckets[-1].max_rows."""
+    """The chosen tunables of one op on one geometry. Buckets with the same `when` are ascending and cover 1..max_rows."""
 
     op: str
     geometry: str
     tunables: tuple[Tunable, ...]
     buckets: tuple[Bucket, ...]
 
-    def lookup(self, rows: int) -> dict[str, int] | None:
-        """Values for `rows` = B*T rows, in declaration order; None beyond the last bucket (no schedule: refuse)."""
+    def lookup(self, rows: int, sizes: Mapping[str, int] | None = None) -> dict[str, int] | None:
+        """Values for `rows` = B*T rows, in declaration order; None beyond the last bucket (no schedule: refuse).
+
+        Args:
+            rows: of the call.
+            sizes: the call's specialised sizes and attributes, by name.
+        """
         if rows < 1:
             raise ValueError(f"schedule {self.op}: rows is {rows}; expected at least 1")
         for bucket in self.buckets:
-            if rows <= bucket.max_rows:
+            if rows <= bucket.max_rows and bucket.applies(sizes or {}):
                 return {t.name: bucket.values[t.name] for t in self.tunables}
         return None
 
     @classmethod
-    def load(cls, path: Path, *, op: str, geometry: str, tunables: Sequence[Tunable]) -> Schedule:
-        """Read `schedules/cpu/<geometry>/<op>.toml` against the kernel's declared tunables.
+    def load(
+        cls,
+        path: Path,
+        *,
+        op: str,
+        geometry: str,
+        tunables: Sequence[Tunable],
+        specialised: Mapping[str, Sequence[int]] | None = None,
+    ) -> Schedule:
+        """Read `schedules/<family>/<geometry>/<op>.toml` against the kernel's declared tunables.
+
+        Args:
+            path: the file.
+            op: names the schedule in errors.
+            geometry: likewise.
+            tunables: as declared.
+            specialised: sizes that a bucket may name, with the values that machine code exists for.
 
         Raises:
             ScheduleError: unreadable file, wrong version, unknown or missing tunables, values outside the declared
@@ -193,8 +238,15 @@ class Schedule:
             raise _schedule_error(op, "no buckets", doc.line(r"\[*\s*bucket"), "at least one [[bucket]] table")
         buckets: list[Bucket] = []
         for index, table in enumerate(tables):
-            previous = buckets[-1].max_rows if buckets else 0
-            buckets.append(_bucket(op, table, tunables, previous, partial(doc.key_in_bucket, index)))
+            when = {name: table[name] for name in (specialised or {}) if name in table}
+            previous = next((b.max_rows for b in reversed(buckets) if b.when == when), 0)
+            where = partial(doc.key_in_bucket, index)
+            for name, value in when.items():
+                if value not in (specialised or {})[name]:
+                    rule = f"one of {list((specialised or {})[name])}"
+                    raise _schedule_error(op, f"{name} = {value!r}", where(name), rule)
+            rest = {name: value for name, value in table.items() if name not in when}
+            buckets.append(replace(_bucket(op, rest, tunables, previous, where), when=when))
         return cls(op, geometry, tuple(tunables), tuple(buckets))
 
 
@@ -233,6 +285,7 @@ def render(schedule: Schedule) -> str:
         f"version = {SCHEDULE_VERSION}",
     ]
     for bucket in schedule.buckets:
-        lines += ["", "[[bucket]]", f"max_rows = {bucket.max_rows}"]
+        lines += ["", "[[bucket]]", *(f"{name} = {value}" for name, value in bucket.when.items())]
+        lines.append(f"max_rows = {bucket.max_rows}")
         lines += [f"{t.name} = {bucket.values[t.name]}" for t in schedule.tunables]
     return "\n".join(lines) + "\n"

@@ -10,14 +10,13 @@ Fragments are packed 32-bit registers (two bf16, the lower index in the lower ha
 A sum over k may run in any order as long as both operands agree. Let lane t own k = 8t .. 8t + 7 of a chunk of 32: one
 16-byte load of a row then yields, in order, the registers (a0, a2) of one MMA and (a0, a2) of the next, and the same
 load of the other operand's row yields (b0, b1) twice. Neither operand passes through ldmatrix or a transposition.
+The machine wants the registers of a fragment side by side: weights as B need no moves, weights as A do (two rows mix).
 """
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, cute
+from cutlass import Float32, Int32, cute
 
-__all__ = [
-    "load_weight_16b", "mma_m16n8k16", "pack_bf16x2", "unpack_bf16x2", "warp_sum",
-]  # fmt: skip
+__all__ = ["load_weight_16b", "mma_m16n8k16", "pack_bf16x2", "unpack_bf16x2", "warp_sum"]
 
 
 @cute.jit
@@ -33,9 +32,12 @@ def mma_m16n8k16(acc: tuple, a: tuple, b: tuple) -> tuple:
 
 @cute.jit
 def load_weight_16b(pointer: cute.Pointer) -> tuple:
-    """16 bytes of a constant tensor as four Int32: read-only path, no allocation in L1. May precede the PDL wait."""
+    """16 bytes of a constant tensor as four Int32, not kept in L1. May precede the PDL wait.
+
+    Not `ld.global.nc`: ptxas holds such loads to be independent of `griddepcontrol.wait` and sinks them below it.
+    """
     return cute.arch.inline_ptx(
-        "ld.global.nc.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        "ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32] * 4,
         read_only_args=[pointer],
     )

@@ -21,7 +21,7 @@ __all__ = ["load_weight_16b", "mma_m16n8k16", "pack_bf16x2", "unpack_bf16x2", "w
 
 @cute.jit
 def mma_m16n8k16(acc: tuple, a: tuple, b: tuple) -> tuple:
-    """acc + A B: four Float32 from four Float32, four Int32 (A) and two Int32 (B) per lane."""
+    """D = acc + A B: four Float32 from four Float32, four Int32 (A) and two Int32 (B) per lane."""
     return cute.arch.inline_ptx(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",

@@ -16,7 +16,10 @@ The machine wants the registers of a fragment side by side: weights as B need no
 import cutlass
 from cutlass import Float32, Int32, cute
 
-__all__ = ["load_weight_16b", "mma_m16n8k16", "pack_bf16x2", "unpack_bf16x2", "warp_sum"]
+__all__ = [
+    "load_shared_8b", "load_shared_16b", "load_weight_16b", "matrix_transposed_x4", "mma_m16n8k16", "pack_bf16x2",
+    "store_shared_8b", "unpack_bf16x2", "warp_sum",
+]  # fmt: skip
 
 
 @cute.jit
@@ -40,6 +43,42 @@ def load_weight_16b(pointer: cute.Pointer) -> tuple:
         "ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32] * 4,
         read_only_args=[pointer],
+    )
+
+
+@cute.jit
+def load_shared_16b(address: Int32) -> tuple:
+    """16 bytes at an address of shared memory as four Int32."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+@cute.jit
+def load_shared_8b(address: Int32) -> tuple:
+    """8 bytes at an address of shared memory as two Float32."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[address]
+    )
+
+
+@cute.jit
+def store_shared_8b(address: Int32, low: Float32, high: Float32) -> None:
+    """Two Float32 to an address of shared memory."""
+    cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, low, high])
+
+
+@cute.jit
+def matrix_transposed_x4(address: Int32) -> tuple:
+    """Four 8 x 8 bf16 matrices, transposed: lane L gives the address of row L % 8 of matrix L / 8 (16 bytes of shared
+    memory); register j of lane (g, t) holds rows 2t, 2t + 1 of column g of matrix j.
+    """
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
     )
 
 

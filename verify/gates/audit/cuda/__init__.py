@@ -1,0 +1,9 @@
+"""Reads compiled CUDA kernels on any machine: which instruction touches whose memory, in which order, with what.
+
+`inspect_cubin` and `inspect_file` return facts; `verify.protocol.audit_cuda` judges them. Nothing is executed. What the
+rules see and what they cannot see is in docs/audit.md.
+"""
+
+from verify.gates.audit.cuda.facts import Claims, Facts, Param, inspect_cubin
+
+__all__ = ["Claims", "Facts", "Param", "inspect_cubin"]

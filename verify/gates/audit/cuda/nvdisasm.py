@@ -1,0 +1,77 @@
+"""Runs NVIDIA's disassembler on a cubin, inside the sandbox: the file may come from an untrusted author."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import sandbox
+from harness.errors import FasttrackError
+
+__all__ = ["Disassembly", "disassemble", "find"]
+
+_TIMEOUT_S = 120
+_OUTPUT_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Disassembly:
+    """The listing, or why there is none."""
+
+    text: str
+    version: str | None
+    missing: str | None
+    """The machine cannot disassemble: no tool or no sandbox."""
+    failed: str | None
+    """The tool refused the file."""
+
+
+def find() -> Path | None:
+    """The `nvdisasm` of the installed package nvidia-cuda-nvdisasm, else one on the path."""
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        spec = None
+    for place in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
+        for tool in sorted(Path(place).glob("*/bin/nvdisasm")):
+            if os.access(tool, os.X_OK):
+                return tool
+    found = shutil.which("nvdisasm")
+    return Path(found) if found else None
+
+
+def disassemble(cubin: bytes) -> Disassembly:
+    """Text of `nvdisasm -c -g`: code with source lines where the file has them."""
+    tool = find()
+    if tool is None:
+        return Disassembly("", None, "nvdisasm not found; pip install nvidia-cuda-nvdisasm", None)
+    reason = sandbox.unavailable()
+    if reason is not None:
+        return Disassembly("", None, f"no sandbox for nvdisasm: {reason.message}; {reason.next}", None)
+    with tempfile.TemporaryDirectory(prefix="fasttrack-audit-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        path = folder / "kernel.cubin"
+        path.write_bytes(cubin)
+        path.chmod(0o644)
+        try:
+            done = sandbox.run(
+                [str(tool), "-c", "-g", str(path)],
+                ro=[tool, path],
+                timeout_s=_TIMEOUT_S,
+                output_bytes=_OUTPUT_BYTES,
+            )
+        except FasttrackError as error:
+            return Disassembly("", None, f"nvdisasm cannot be started: {error}", None)
+    if done.timed_out:
+        return Disassembly("", None, None, f"nvdisasm did not finish within {_TIMEOUT_S} s")
+    if done.returncode:
+        why = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"status {done.returncode}"]
+        return Disassembly("", None, None, f"nvdisasm: {why[0][:200]}")
+    if len(done.stdout) >= _OUTPUT_BYTES:
+        return Disassembly("", None, None, f"nvdisasm printed more than {_OUTPUT_BYTES >> 20} MiB")
+    return Disassembly(done.stdout.decode("utf-8", "replace"), None, None, None)

@@ -1,0 +1,210 @@
+"""Which accesses are ordered, by which wait, on every path (a must-analysis); and which loops poll memory.
+
+Three levels of order at a point of a thread's path: nothing; synchronised with other threads, of which one may have
+waited; waited itself. `griddepcontrol.wait` makes the earlier grids' writes visible to the whole grid (PTX ISA,
+griddepcontrol), so one thread's wait followed by a barrier of the whole CTA orders all its threads: that is recognised
+where the waiting threads are chosen by thread index alone. A named barrier or an mbarrier proves less: the audit does
+not know who arrives there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from verify.gates.audit.cuda.flow import Graph, Loop, dominators
+from verify.gates.audit.cuda.ops import Effect, Op, Touch
+from verify.gates.audit.cuda.values import Origins, Values
+
+__all__ = ["Level", "Order", "Poll", "candidates", "find_polls", "order"]
+
+
+class Level(IntEnum):
+    """How well a point is ordered behind earlier grids."""
+
+    NONE = 0
+    BARRIER = 1
+    WAITED = 2
+
+
+@dataclass(frozen=True)
+class Poll:
+    """A loop that ends when a value arrives in memory."""
+
+    load: int
+    """Instruction that reads the flag."""
+    loop: Loop
+    bit: int
+
+
+@dataclass
+class Order:
+    """The state before each instruction."""
+
+    levels: dict[int, Level] = field(default_factory=dict)
+    unacquired: dict[int, int] = field(default_factory=dict)
+    """Polls (bit set) that have been read on some path without an acquire after."""
+    wait_follows: dict[int, bool] = field(default_factory=dict)
+    """Whether a wait can still be reached."""
+
+
+def candidates(ops: Sequence[Op], graph: Graph, loops: Sequence[Loop]) -> list[int]:
+    """Loads that a loop may poll: strong ones, weak ones whose address does not change in the loop, some atomics."""
+    found: dict[int, None] = {}
+    for loop in loops:
+        body = [ops[i] for b in loop.blocks for i in range(graph.blocks[b].first, graph.blocks[b].last + 1)]
+        written = {r for op in body for r in op.defs if not any(m.touch is Touch.LOAD for m in op.memory)}
+        quiet = sum(bool(op.memory) for op in body) == 1
+        for op in body:
+            if any(_may_poll(op, written, quiet) for _ in op.memory[:1]):
+                found[op.index] = None
+    return list(found)
+
+
+def _may_poll(op: Op, written: set[int], quiet: bool) -> bool:
+    access = op.memory[0]
+    if not op.defs:
+        return False
+    if access.touch is Touch.LOAD:
+        return access.strong or not written.intersection(access.address)
+    # A counter that hands out work ends loops as well; a lock or a flag is exchanged, compared, or read alone.
+    exchanged = ".CAS" in op.opcode or ".EXCH" in op.opcode
+    return access.touch is Touch.ATOMIC and (exchanged or quiet)
+
+
+def find_polls(graph: Graph, loops: Sequence[Loop], polls: Mapping[int, int], values: Values) -> list[Poll]:
+    """For each candidate the smallest loop around it that it can end."""
+    found: list[Poll] = []
+    holder = {
+        i: n for n, block in enumerate(graph.blocks) for i in range(block.first, block.last + 1)
+    }  # fmt: skip
+    for load, bit in polls.items():
+        for loop in loops:
+            if holder[load] in loop.blocks and _ends(graph, loop, bit, values):
+                found.append(Poll(load, loop, bit))
+                break
+    return found
+
+
+def _ends(graph: Graph, loop: Loop, bit: int, values: Values) -> bool:
+    for number in loop.blocks:
+        block = graph.blocks[number]
+        leaves = any(s not in loop.blocks for s in block.successors) or not block.successors
+        inside = range(block.first, block.last + 1)
+        if leaves and any(values.conditions.get(i, 0) & bit for i in inside):
+            return True
+    return False
+
+
+def order(ops: Sequence[Op], graph: Graph, polls: Sequence[Poll], values: Values, origins: Origins) -> Order:
+    """Run to the fixed point; the state has few values, so this is linear in practice."""
+    bits = {p.load: p.bit for p in polls}
+    above = dominators(graph)
+    before_waits = _before_all_waits(ops, graph, above)
+    by_thread = {
+        n for n in graph.order if values.conditions.get(graph.blocks[n].last, 0) == origins.thread
+    }  # fmt: skip
+    rank = {block: n for n, block in enumerate(graph.order)}
+    heads = {n for n in graph.order if any(rank.get(p, -1) >= rank[n] for p in graph.blocks[n].predecessors)}
+    outs: dict[int, tuple[Level, Level, int]] = {}
+    changed = True
+    while changed:
+        changed = False
+        for number in graph.order:
+            state = _join(number, graph, outs, above, by_thread, heads)
+            for at in range(graph.blocks[number].first, graph.blocks[number].last + 1):
+                state = _after(ops[at], state, bits, values, origins, at in before_waits)
+            if outs.get(number) != state:
+                outs[number] = state
+                changed = True
+    result = Order()
+    follows = _wait_follows(ops, graph)
+    for number in graph.order:
+        state = _join(number, graph, outs, above, by_thread, heads)
+        block = graph.blocks[number]
+        later = follows[number]
+        for at in range(block.first, block.last + 1):
+            result.levels[at], result.unacquired[at] = state[0], state[2]
+            state = _after(ops[at], state, bits, values, origins, at in before_waits)
+        for at in range(block.last, block.first - 1, -1):
+            later = later or ops[at].effect is Effect.WAIT
+            result.wait_follows[at] = later
+    return result
+
+
+def _join(
+    number: int,
+    graph: Graph,
+    outs: Mapping[int, tuple[Level, Level, int]],
+    above: Mapping[int, int],
+    by_thread: set[int],
+    heads: set[int],
+) -> tuple[Level, Level, int]:
+    """(this thread, some thread of the CTA, unacquired polls) at a block's start."""
+    incoming = [outs[p] for p in graph.blocks[number].predecessors if p in outs]
+    if number == graph.order[0]:
+        incoming.append((Level.NONE, Level.NONE, 0))
+    if not incoming:
+        return Level.WAITED, Level.WAITED, 0
+    unacquired = 0
+    for state in incoming:
+        unacquired |= state[2]
+    # Behind a branch on the thread index, some threads took each side. A loop's head also joins with its own end.
+    divides = above.get(number) in by_thread and number not in heads
+    pick = max if divides else min
+    return min(s[0] for s in incoming), pick(s[1] for s in incoming), unacquired
+
+
+def _after(
+    op: Op, state: tuple[Level, Level, int], polls: Mapping[int, int], values: Values, origins: Origins, early: bool
+) -> tuple[Level, Level, int]:
+    each, some, unacquired = state
+    if early and op.effect in (Effect.CTA_BARRIER, Effect.SYNC):
+        return state
+    if op.effect is Effect.WAIT:
+        if not op.guarded:
+            return Level.WAITED, Level.WAITED, unacquired
+        return each, Level.WAITED if values.conditions.get(op.index, 0) == origins.thread else some, unacquired
+    if op.guarded and op.effect is not Effect.ACQUIRE:
+        return each, some, unacquired | polls.get(op.index, 0)
+    if op.effect is Effect.CTA_BARRIER:
+        return max(each, some, Level.BARRIER), max(some, Level.BARRIER), unacquired
+    if op.effect is Effect.SYNC:
+        return max(each, Level.BARRIER), max(some, Level.BARRIER), unacquired
+    if op.effect is Effect.ACQUIRE and not op.guarded:
+        return each, some, 0
+    return each, some, unacquired | polls.get(op.index, 0)
+
+
+def _before_all_waits(ops: Sequence[Op], graph: Graph, above: Mapping[int, int]) -> set[int]:
+    """Barriers that every thread passes before its first wait: whoever arrives there has not waited."""
+    common: set[int] | None = None
+    for number in graph.order:
+        block = graph.blocks[number]
+        first = next((i for i in range(block.first, block.last + 1) if ops[i].effect is Effect.WAIT), None)
+        if first is None:
+            continue
+        passed = set(range(block.first, first))
+        at = number
+        while above[at] != at:
+            at = above[at]
+            passed.update(range(graph.blocks[at].first, graph.blocks[at].last + 1))
+        common = passed if common is None else common & passed
+    return common or set()
+
+
+def _wait_follows(ops: Sequence[Op], graph: Graph) -> dict[int, bool]:
+    """For each block, whether a wait is reachable after its end."""
+    blocks = graph.blocks
+    holds = {
+        n for n in graph.order if any(op.effect is Effect.WAIT for op in ops[blocks[n].first : blocks[n].last + 1])
+    }  # fmt: skip
+    before: set[int] = set()
+    work = list(holds)
+    while work:
+        for predecessor in blocks[work.pop()].predecessors:
+            if predecessor not in before:
+                before.add(predecessor)
+                work.append(predecessor)
+    return {n: n in before for n in graph.order}

@@ -1,0 +1,168 @@
+"""Reads nvdisasm's text (`nvdisasm -c -g`) into instructions. Knows the grammar of a line, not what opcodes mean.
+
+Text is the one form that a cubin, a `.sass` file and a reviewer's terminal have in common. Lines that are neither
+instruction, label, directive nor comment are collected, because a listing that was not understood in full must not
+count as read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+__all__ = ["Instruction", "Listing", "parse"]
+
+_INSTRUCTION = re.compile(
+    r"^/\*(?P<offset>[0-9a-f]{4,})\*/\s+(?P<guard>@!?U?P(?:\d+|T))?\s*(?P<opcode>[A-Z][A-Za-z0-9_.:]*)\s*(?P<rest>.*)$"
+)
+_LABEL = re.compile(r"^(?P<name>[.$A-Za-z_@?][^\s:]*):$")
+_LINE = re.compile(r'^//## File "(?P<file>[^"]*)", line (?P<line>\d+)')
+_SECTION = re.compile(r'^\.section\s+"?(?P<name>[^\s",]+)')
+_ENCODING = re.compile(r"^/\* 0x[0-9a-f]+ \*/$")
+_TARGETS = re.compile(r'\(\*"(?P<what>[A-Z_]+) ?(?P<labels>[^"]*)"\*\)')
+_CODE_LABEL = re.compile(r"`\((?P<name>[^)]*(?:\([^)]*\))?[^)]*)\)")
+_MAX_UNREAD = 8
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One machine instruction."""
+
+    index: int
+    """Position in the listing, over all functions."""
+    offset: int
+    """Byte offset in its section."""
+    section: str
+    guard: str
+    """Predicate register with its sign, or empty: `P0`, `!UP1`."""
+    opcode: str
+    operands: tuple[str, ...]
+    labels: tuple[str, ...]
+    """Code labels among the operands."""
+    declared: tuple[str, ...]
+    """Targets that the compiler declared for an indirect branch."""
+    file: str = ""
+    line: int = 0
+
+    @property
+    def base(self) -> str:
+        """The opcode without modifiers."""
+        return self.opcode.partition(".")[0]
+
+
+@dataclass
+class Listing:
+    """A disassembled file."""
+
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    """Index of the instruction that follows each label; labels are unique in nvdisasm's output."""
+    sections: dict[str, int] = field(default_factory=dict)
+    """Index of the first instruction of each code section."""
+    functions: dict[str, int] = field(default_factory=dict)
+    """Labels that are functions: not of the form `.L_…`."""
+    target: str | None = None
+    unread: list[str] = field(default_factory=list)
+    """The first lines that match no rule of the grammar."""
+    unread_lines: int = 0
+
+
+def parse(text: str) -> Listing:
+    """Parse a listing; time grows linearly with its length. Never raises: what is not understood is counted."""
+    listing = Listing()
+    section = file = ""
+    line = 0
+    data_section = False
+    for raw in text.splitlines():
+        stripped = raw.strip()
+        if not stripped or _ENCODING.match(stripped):
+            continue
+        if stripped.startswith("//"):
+            found = _LINE.match(stripped)
+            if found:
+                file, line = found["file"], int(found["line"])
+            continue
+        if stripped.startswith("."):
+            named = _SECTION.match(stripped)
+            if named:
+                section = named["name"]
+                data_section = not section.startswith(".text.")
+                file, line = "", 0
+                if not data_section:
+                    listing.sections.setdefault(section, len(listing.instructions))
+                continue
+            if stripped.startswith(".target"):
+                listing.target = stripped.split()[-1]
+                continue
+        if data_section:
+            continue
+        label = _LABEL.match(stripped)
+        if label:
+            _label(listing, label["name"])
+        elif stripped[0] != ".":
+            _instruction(listing, stripped, section, file, line)
+    return listing
+
+
+def _label(listing: Listing, name: str) -> None:
+    at = len(listing.instructions)
+    if listing.labels.setdefault(name, at) != at:
+        _unread(listing, f"label {name} stands at two places")
+    if name.startswith(".text."):
+        listing.sections.setdefault(name, at)
+    elif not name.startswith("."):
+        listing.functions.setdefault(name, at)
+
+
+def _instruction(listing: Listing, stripped: str, section: str, file: str, line: int) -> None:
+    # An encoding may follow on the same line (nvdisasm -hex).
+    body = stripped.partition(";")
+    found = _INSTRUCTION.match(body[0])
+    if found is None or not body[1]:
+        _unread(listing, stripped)
+        return
+    rest = found["rest"]
+    declared: tuple[str, ...] = ()
+    note = _TARGETS.search(rest)
+    if note:
+        rest = rest[: note.start()] + rest[note.end() :]
+        if note["what"] == "BRANCH_TARGETS":
+            declared = tuple(name.strip() for name in note["labels"].split(",") if name.strip())
+    operands = tuple(_split(rest))
+    listing.instructions.append(
+        Instruction(
+            index=len(listing.instructions),
+            offset=int(found["offset"], 16),
+            section=section,
+            guard=(found["guard"] or "").removeprefix("@"),
+            opcode=found["opcode"],
+            operands=operands,
+            labels=tuple(m["name"] for m in _CODE_LABEL.finditer(rest)),
+            declared=declared,
+            file=file,
+            line=line,
+        )
+    )
+
+
+def _split(text: str) -> Iterable[str]:
+    """Operands, split at commas outside brackets."""
+    depth = start = 0
+    for at, char in enumerate(text):
+        if char in "[(":
+            depth += 1
+        elif char in "])":
+            depth -= 1
+        elif char == "," and depth <= 0:
+            yield text[start:at].strip()
+            start = at + 1
+    tail = text[start:].strip()
+    if tail:
+        yield tail
+
+
+def _unread(listing: Listing, line: str) -> None:
+    listing.unread_lines += 1
+    if len(listing.unread) < _MAX_UNREAD:
+        listing.unread.append(line[:160])

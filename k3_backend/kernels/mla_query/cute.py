@@ -55,6 +55,8 @@ class _Plan:
     cluster: int
     warps: int
     tile: int
+    single: bool
+    """The call has one tile."""
 
     @property
     def row(self) -> int:
@@ -259,7 +261,7 @@ def _query_rows(
             cute.arch.mbarrier_init(barriers + b, 1)
             cute.arch.mbarrier_arrive_and_expect_tx(barriers + b, plan.tile * plan.nope * 2)
     cute.arch.mbarrier_init_fence()
-    cute.arch.cluster_arrive()
+    cute.arch.cluster_arrive_relaxed()
 
     # Weights: everything that this CTA will need, requested before the wait.
     my_k = warp * (32 * plan.chunks) + 8 * t
@@ -287,20 +289,40 @@ def _query_rows(
     cute.arch.cluster_wait()
     cute.arch.griddepcontrol_wait()
 
-    for tile in cutlass.range(tiles, unroll=1):
-        first = tile * plan.tile
-        buffer = tile % 2
-        q_a = _load_q_a(proj, rows, first, my_k, plan)
-        _share_squares(shared, q_a, plan)
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
-        _multiply(shared, q_a, weights, my_k, eps, plan)
-        cute.arch.sync_threads()
-        _finish_rows(shared, query, rows, first, buffer, head, rank, plan)
-        _absorb(shared, barriers + buffer, query, rows, tile, head, rank, plan)
-        if thread == 0:
-            # This thread has seen the phase complete; nothing arrives for the next one before tile + 1 is complete.
-            cute.arch.mbarrier_arrive_and_expect_tx(barriers + buffer, plan.tile * plan.nope * 2)
+    if cutlass.const_expr(plan.single):
+        _tile(shared, barriers, proj, query, weights, rows, Int32(0), my_k, eps, head, rank, plan)
+    else:
+        for tile in cutlass.range(tiles, unroll=1):
+            _tile(shared, barriers, proj, query, weights, rows, tile, my_k, eps, head, rank, plan)
+            if thread == 0:
+                # This thread has seen the phase complete; nothing arrives for the next before tile + 1 is complete.
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers + tile % 2, plan.tile * plan.nope * 2)
+
+
+@cute.jit
+def _tile(
+    shared: Int32,
+    barriers: cute.Pointer,
+    proj: cute.Pointer,
+    query: cute.Pointer,
+    weights: list,
+    rows: Int32,
+    tile: Int32,
+    my_k: Int32,
+    eps: Float32,
+    head: Int32,
+    rank: Int32,
+    plan: cutlass.Constexpr,
+) -> None:
+    first, buffer = tile * plan.tile, tile % 2
+    q_a = _load_q_a(proj, rows, first, my_k, plan)
+    _share_squares(shared, q_a, plan)
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.sync_threads()
+    _multiply(shared, q_a, weights, my_k, eps, plan)
+    cute.arch.sync_threads()
+    _finish_rows(shared, query, rows, first, buffer, head, rank, plan)
+    _absorb(shared, barriers + buffer, query, rows, tile, head, rank, plan)
 
 
 def _halves(plan: _Plan) -> range:
@@ -355,7 +377,7 @@ def _multiply(shared: Int32, q_a: list, weights: list, my_k: Int32, eps: Float32
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     g, t = lane // 4, lane % 4
     scales = [_scale(shared, g + 8 * half, eps, plan) for half in _halves(plan)]
-    acc = [[_zero()] * plan.octets for _ in range(2)]
+    acc = [_zero()] * plan.octets
     for chunk in cutlass.range_constexpr(plan.chunks):
         norm = load_shared_16b(shared + plan.norm_at + 2 * my_k + 64 * chunk)
         c = [[_scaled(q_a[half][chunk][i], norm[i], *scales[half]) for i in range(4)] for half in _halves(plan)]
@@ -364,12 +386,12 @@ def _multiply(shared: Int32, q_a: list, weights: list, my_k: Int32, eps: Float32
             a = (c[0][2 * step], c[1][2 * step], c[0][2 * step + 1], c[1][2 * step + 1])
             for octet in cutlass.range_constexpr(plan.octets):
                 b = weights[octet][chunk]
-                acc[step][octet] = mma_m16n8k16(acc[step][octet], a, (b[2 * step], b[2 * step + 1]))
+                acc[octet] = mma_m16n8k16(acc[octet], a, (b[2 * step], b[2 * step + 1]))
     for half in _halves(plan):
         line = (warp * plan.tile + g + 8 * half) * (8 * plan.octets) + 2 * t
         for octet in cutlass.range_constexpr(plan.octets):
-            x, y = (acc[0][octet][2 * half + i] + acc[1][octet][2 * half + i] for i in range(2))
-            store_shared_8b(shared + plan.partial_at + 4 * line + 32 * octet, x, y)
+            address = shared + plan.partial_at + 4 * line + 32 * octet
+            store_shared_8b(address, acc[octet][2 * half], acc[octet][2 * half + 1])
 
 
 @cute.jit
@@ -498,6 +520,7 @@ def variant(choices: Choices) -> Variant:
     plan = _Plan(
         heads=g.heads, proj_row=g.mla_proj_rows, q_lora=g.q_lora, kv_lora=g.kv_lora, nope=g.nope, pe=g.pe,
         cluster=choices["cluster"], warps=choices["warps"], tile=choices["tile"],
+        single=choices["single"] == 1,
     )  # fmt: skip
     launch = Launch(
         name="mla_query",
@@ -514,4 +537,4 @@ def variant(choices: Choices) -> Variant:
         min_ctas_per_sm=choices["occupancy"],
         expects=("tensor_core", "async_copy", "cluster"),
     )  # fmt: skip
-    return Variant((launch,))
+    return Variant((launch,), requires=(f"M <= {plan.tile}",) if plan.single else ())

@@ -30,6 +30,7 @@ CODES = {
     "audit.wait_by_other_warp": "only a barrier with other warps stands before the access, not a wait",
     "audit.address_unknown": "an access through an address whose origin is not a parameter",
     "audit.load_after_relaxed_poll": "data are read after a relaxed poll without an acquire, or inside the poll",
+    "audit.load_above_poll": "data that a poll orders are read before the poll",
     "audit.relaxed_poll": "a loop polls memory without an acquire, and no memory-model argument is claimed",
     "audit.spill": "registers are spilled, or the kernel uses local memory",
     "audit.cache_hint": "a cache hint that outlives the access",
@@ -215,6 +216,36 @@ def _after_poll(facts: Facts) -> Iterator[Seen]:
             yield Seen(f"{_describe(row)} {place}", "ld.acquire, or a fence between the poll and the data", _at(row))
 
 
+def _above_poll(facts: Facts) -> Iterator[Seen]:
+    """Plain loads before a poll: of memory that peers write, or that stand after the poll in the PTX."""
+    if not facts.get("polls"):
+        return
+    expected = "the load behind the poll and an acquire, in the machine code"
+    early: dict[tuple[str, ...], list[Facts]] = {}
+    total: dict[tuple[str, ...], int] = {}
+    for row in _accesses(facts):
+        if row["touch"] == "load" and not row["strong"] and not _constant(row) and row["poll"] != "flag":
+            key = tuple(row["params"])
+            total[key] = total.get(key, 0) + row["count"]
+            if row["poll"] == "before":
+                early.setdefault(key, []).append(row)
+    asked = (facts.get("ptx") or {}).get("loads")
+    for key, rows in early.items():
+        if {role for row in rows for role in row["roles"]} == {"workspace"}:
+            yield Seen(f"{_describe(rows[0])} before the poll", expected, _at(rows[0]))
+        elif asked is not None:
+            same = [a for a in asked if set(a["params"]) & set(key) and a["poll"] != "flag"]
+            before = sum(a["count"] for a in same if a["poll"] == "before")
+            seen = sum(row["count"] for row in rows)
+            # The assembler may also copy loads when it unrolls a loop; then the totals differ.
+            if not before or (seen > before and total[key] == sum(a["count"] for a in same)):
+                yield Seen(
+                    f"{seen} x {rows[0]['op']} of {', '.join(key)} before the poll, {before} in the PTX",
+                    expected,
+                    ", ".join(_at(row) for row in rows),
+                )
+
+
 def _relaxed_poll(facts: Facts) -> Iterator[Seen]:
     claims = facts["claims"]
     if claims and claims["polling"]:
@@ -372,8 +403,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "audit.load_after_relaxed_poll",
-        "the assembler moved a plain load above the branch of a relaxed polling loop (sm_103a, seen in this project)",
+        "the assembler moves plain loads around relaxed polling loops (sm_103a, seen); B11: the order is nobody's",
         _after_poll,
+    ),
+    Rule(
+        "audit.load_above_poll",
+        "ptxas moves a plain load above a whole polling loop where its address is read on every path (seen on sm_103a)",
+        _above_poll,
     ),
     Rule("audit.relaxed_poll", "B11: a relaxed spin is right only beside the one load it was made for", _relaxed_poll),
     Rule(

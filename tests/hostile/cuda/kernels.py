@@ -241,7 +241,54 @@ def poll_acquire_load(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out:
 
 @cute.kernel
 def poll_moved_load(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, n: Int32):
-    """The load stands after the loop in the PTX; ptxas moves it above the loop's branch."""
+    """One thread polls. The load stands after the loop in the PTX; ptxas moves it above the loop."""
+    t = thread()
+    if t == 0:
+        seen = Int32(0)
+        while seen != n:
+            seen = _relaxed(flag)
+    at(out, n)[t] = at(x, n)[t]
+
+
+@cute.kernel
+def poll_fenced_load(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, n: Int32):
+    t = thread()
+    early = at(x, n)[t + 128]
+    if t == 0:
+        seen = Int32(0)
+        while seen != n:
+            seen = _relaxed(flag)
+        cute.arch.fence_acq_rel_sys()
+    cute.arch.sync_threads()
+    at(out, n)[t] = at(x, n)[t] + early
+
+
+@cute.kernel
+def mailbox_before_poll(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, n: Int32):
+    """Reads the mailbox that peers write, then polls for it."""
+    t = thread()
+    letter = at(flag, n)[t + 128]
+    seen = Int32(0)
+    while seen == 0:
+        seen = ptx(
+            "ld.acquire.sys.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[flag.toint()]
+        )
+    at(out, n)[t] = Float32(letter)
+
+
+@cute.kernel
+def mailbox_after_poll(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, n: Int32):
+    t = thread()
+    seen = Int32(0)
+    while seen == 0:
+        seen = ptx(
+            "ld.acquire.sys.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[flag.toint()]
+        )
+    at(out, n)[t] = Float32(at(flag, n)[t + 128])
+
+
+@cute.kernel
+def load_inside_poll(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, n: Int32):
     t = thread()
     seen = Int32(0)
     value = Float32(0.0)
@@ -447,7 +494,11 @@ CASES: dict[str, tuple[dict[str, object], str | None]] = {
     "poll_then_load": ({"pdl": False}, "audit.load_after_relaxed_poll"),
     "poll_fence_load": ({"pdl": False}, None),
     "poll_acquire_load": ({"pdl": False}, None),
-    "poll_moved_load": ({"pdl": False}, "audit.load_after_relaxed_poll"),
+    "load_inside_poll": ({"pdl": False}, "audit.load_after_relaxed_poll"),
+    "poll_moved_load": ({"pdl": False}, "audit.load_above_poll"),
+    "poll_fenced_load": ({"pdl": False}, None),
+    "mailbox_before_poll": ({"pdl": False}, "audit.load_above_poll"),
+    "mailbox_after_poll": ({"pdl": False}, None),
     "poll_data_in_flag": ({"pdl": False}, "audit.relaxed_poll"),
     "local_memory": ({}, "audit.spill"),
     "registers_only": ({}, None),

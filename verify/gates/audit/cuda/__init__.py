@@ -4,6 +4,7 @@
 rules see and what they cannot see is in docs/audit.md.
 """
 
-from verify.gates.audit.cuda.facts import Claims, Facts, Param, inspect_cubin
+from verify.gates.audit.cuda.facts import inspect_cubin, inspect_file
+from verify.gates.audit.cuda.records import Claims, Facts, Param, Role
 
-__all__ = ["Claims", "Facts", "Param", "inspect_cubin"]
+__all__ = ["Claims", "Facts", "Param", "Role", "inspect_cubin", "inspect_file"]

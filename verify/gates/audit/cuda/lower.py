@@ -162,7 +162,7 @@ def _constants(text: str, modifiers: list[str]) -> list[Constant]:
         for m in _CONSTANT.finditer(text)
     ]
     if "cx[" in text:
-        found.append(Constant(-1, 0, size, indexed=True))
+        found.append(Constant(Constant.UNKNOWN, 0, size, indexed=True))
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 __all__ = ["Constant", "Effect", "Flow", "Memory", "Op", "Term", "Touch"]
 
@@ -87,6 +88,11 @@ class Constant:
     offset: int
     size: int
     indexed: bool = False
+
+    UNKNOWN: ClassVar[int] = -1
+    """Bank of a bindless read."""
+    ADDRESS_OF: ClassVar[int] = -2
+    """Not the parameter's value but its address (PTX)."""
 
 
 Term = int | tuple[str, int]

@@ -9,7 +9,7 @@ not know who arrives there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -47,6 +47,8 @@ class Order:
     """Polls (bit set) that have been read on some path without an acquire after."""
     wait_follows: dict[int, bool] = field(default_factory=dict)
     """Whether a wait can still be reached."""
+    poll_follows: dict[int, bool] = field(default_factory=dict)
+    """Whether a poll can still be reached."""
 
 
 def candidates(ops: Sequence[Op], graph: Graph, loops: Sequence[Loop]) -> list[int]:
@@ -119,17 +121,19 @@ def order(ops: Sequence[Op], graph: Graph, polls: Sequence[Poll], values: Values
                 outs[number] = state
                 changed = True
     result = Order()
-    follows = _wait_follows(ops, graph)
+    flags = {p.load for p in polls}
+    waits = _follows(graph, {i for i in _instructions(graph) if ops[i].effect is Effect.WAIT})
+    later_polls = _follows(graph, flags)
     for number in graph.order:
         state = _join(number, graph, outs, above, by_thread, heads)
         block = graph.blocks[number]
-        later = follows[number]
+        wait, poll = waits[number], later_polls[number]
         for at in range(block.first, block.last + 1):
             result.levels[at], result.unacquired[at] = state[0], state[2]
             state = _after(ops[at], state, bits, values, origins, at in before_waits)
         for at in range(block.last, block.first - 1, -1):
-            later = later or ops[at].effect is Effect.WAIT
-            result.wait_follows[at] = later
+            wait, poll = wait or ops[at].effect is Effect.WAIT, poll or at in flags
+            result.wait_follows[at], result.poll_follows[at] = wait, poll
     return result
 
 
@@ -194,14 +198,16 @@ def _before_all_waits(ops: Sequence[Op], graph: Graph, above: Mapping[int, int])
     return common or set()
 
 
-def _wait_follows(ops: Sequence[Op], graph: Graph) -> dict[int, bool]:
-    """For each block, whether a wait is reachable after its end."""
+def _instructions(graph: Graph) -> Iterator[int]:
+    for number in graph.order:
+        yield from range(graph.blocks[number].first, graph.blocks[number].last + 1)
+
+
+def _follows(graph: Graph, wanted: set[int]) -> dict[int, bool]:
+    """For each block, whether one of these instructions is reachable after its end."""
     blocks = graph.blocks
-    holds = {
-        n for n in graph.order if any(op.effect is Effect.WAIT for op in ops[blocks[n].first : blocks[n].last + 1])
-    }  # fmt: skip
     before: set[int] = set()
-    work = list(holds)
+    work = [n for n in graph.order if any(i in wanted for i in range(blocks[n].first, blocks[n].last + 1))]
     while work:
         for predecessor in blocks[work.pop()].predecessors:
             if predecessor not in before:

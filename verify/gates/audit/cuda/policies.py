@@ -23,6 +23,8 @@ _SUFFIXES = {
 def of_descriptor(pair: tuple[Value, Value], origins: Origins) -> str | None:
     """None for the driver's own descriptor; `unknown` where the value is not a constant."""
     low, high = pair
+    if low is high and low[1] is not None:
+        high = (high[0], low[1] >> 32)  # PTX keeps the policy in one 64-bit register.
     bits = low[0] | high[0]
     if bits == origins.driver:
         return None

@@ -11,7 +11,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["Instruction", "Listing", "parse"]
+from verify.gates.audit.cuda.cubin import Kernel, Slot
+
+__all__ = ["Instruction", "Listing", "listed_kernels", "parse"]
 
 _INSTRUCTION = re.compile(
     r"^/\*(?P<offset>[0-9a-f]{4,})\*/\s+(?P<guard>@!?U?P(?:\d+|T))?\s*(?P<opcode>[A-Z][A-Za-z0-9_.:]*)\s*(?P<rest>.*)$"
@@ -166,3 +168,50 @@ def _unread(listing: Listing, line: str) -> None:
     listing.unread_lines += 1
     if len(listing.unread) < _MAX_UNREAD:
         listing.unread.append(line[:160])
+
+
+_CBANK = re.compile(r"EIATTR_PARAM_CBANK.*?\.short\s+0x([0-9a-f]+)", re.DOTALL)
+_BASES = {"sm_90": 0x210, "sm_100": 0x380, "sm_103": 0x380}
+"""Start of the parameters in constant bank 0, where a listing does not state it (as seen from ptxas 13)."""
+
+
+def listed_kernels(listing: Listing, text: str) -> list[Kernel]:
+    """Kernels of a listing without its cubin. Parameters come from the printed `.nv.info` sections, else from use.
+
+    Without the table, each 8 bytes of constant bank 0 from the first parameter on count as one pointer.
+    """
+    entries = set(re.findall(r'^\s*\.other\s+(\S+),@"STO_CUDA_ENTRY', text, re.MULTILINE))
+    names = [s.removeprefix(".text.") for s in listing.sections if s.startswith(".text.")]
+    return [_listed(name, listing, text) for name in names if name in entries or not entries]
+
+
+def _listed(name: str, listing: Listing, text: str) -> Kernel:
+    kernel = Kernel(name)
+    head = re.search(rf"^\s*\.section\s+\.nv\.info\.{re.escape(name)}\b", text, re.MULTILINE)
+    if head:
+        at = head.start()
+        end = text.find("//---------------------", at)
+        table = text[at : end if end > 0 else len(text)]
+        kernel.parameters = sorted(_printed_slots(table), key=lambda slot: slot.index)
+        base = _CBANK.search(table)
+        kernel.parameter_base = int(base[1], 16) if base else None
+    if kernel.parameter_base is None:
+        kernel.parameter_base = _BASES.get((listing.target or "").rstrip("af"))
+    if not kernel.parameters and kernel.parameter_base is not None:
+        used = [int(n, 16) for n in re.findall(r"c\[0x0\]\[0x([0-9a-f]+)\]", text)]
+        count = max((n - kernel.parameter_base) // 8 for n in [*used, kernel.parameter_base]) + 1
+        kernel.parameters = [Slot(i, 8 * i, 8, None) for i in range(min(count, 512))]
+    return kernel
+
+
+def _printed_slots(table: str) -> Iterable[Slot]:
+    """EIATTR_KPARAM_INFO as nvdisasm prints it: index and offset as shorts, then four bytes of flags."""
+    for part in table.split("EIATTR_KPARAM_INFO")[1:]:
+        shorts = re.findall(r"\.short\s+0x([0-9a-f]{4})", part)
+        flags = re.search(
+            r"\.byte\s+0x(\w\w), 0x(\w\w), 0x(\w\w), 0x(\w\w)\s*(?:\n\s*\n|\Z|\n\s*//|\n\s*\.align)", part
+        )
+        if len(shorts) >= 2 and flags:
+            word = int("".join(reversed(flags.groups())), 16)
+            pointer = True if word >> 8 & 0xFF == 0xF4 else None
+            yield Slot(int(shorts[0], 16), int(shorts[1], 16), word >> 18, pointer)

@@ -241,7 +241,7 @@ class _Analysis:
         if op.compute is not None:
             # A number beside the driver's bit is an offset in one of its windows: sums keep that meaning.
             window = bool(bits & self.origins.driver)
-            number = _compute(op, state) if not window or op.compute in ("mov", "add") else None
+            number = _compute(op, state) if not window or op.compute in ("mov", "mov64", "add") else None
         self._write(op, state, bits, number)
 
     def _write(self, op: Op, state: State, bits: int, number: int | None) -> None:
@@ -313,6 +313,8 @@ def _compute(op: Op, state: State) -> int | None:
     if len(known) != len(values) or not known:
         return None
     kind = op.compute
+    if kind == "mov64":
+        return known[0]
     if kind == "mov":
         return known[0] & _MASK32
     if kind == "add":

@@ -1,0 +1,137 @@
+"""Shapes and tiling of one compiled mla_query kernel, and where things lie in its shared memory."""
+
+from dataclasses import dataclass
+
+__all__ = ["DIRECT", "NORMED", "SHARED", "Plan"]
+
+DIRECT, SHARED, NORMED = 0, 1, 2
+"""How the tokens' q_a reaches the warps: lanes load it from global memory; it is copied once per cluster, multicast to
+the shared memory of all its CTAs; the same with rows that a launch before this one has normalised."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`*_at` are byte offsets into dynamic shared memory."""
+
+    heads: int
+    proj_row: int
+    q_lora: int
+    kv_lora: int
+    nope: int
+    pe: int
+    form: int
+    """DIRECT, SHARED or NORMED."""
+    tile: int
+    """Tokens per pass."""
+    warps: int
+    """Per CTA; they split K of W_qb."""
+    cluster: int
+    """CTAs that share a head."""
+    stages: int
+    """Tiles of q_a in shared memory."""
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def row(self) -> int:
+        """Elements of a query row and of a cache row."""
+        return self.kv_lora + self.pe
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 32 k that a warp owns."""
+        return self.q_lora // (32 * self.warps)
+
+    @property
+    def nope_octets(self) -> int:
+        """Groups of 8 nope rows of W_qb per CTA; an octet is the n of one MMA."""
+        return self.nope // (8 * self.cluster)
+
+    @property
+    def pe_octets(self) -> int:
+        return self.pe // (8 * self.cluster)
+
+    @property
+    def octets(self) -> int:
+        return self.nope_octets + self.pe_octets
+
+    @property
+    def latents(self) -> int:
+        """Latents of W_UK per CTA."""
+        return self.kv_lora // self.cluster
+
+    @property
+    def halves(self) -> range:
+        """Of the MMA's 16 token rows, lane (g, t) works on row g and, in tiles of 16, on row g + 8."""
+        return range(self.tile // 8)
+
+    @property
+    def looped(self) -> bool:
+        """Whether a call may have more than one tile."""
+        return self.form != DIRECT
+
+    @property
+    def exchanges(self) -> int:
+        """Buffers for the head's nope rows; the protocol needs three when tiles overlap."""
+        return 3 if self.looped else 1
+
+    @property
+    def partials(self) -> int:
+        """Buffers for partial sums; without the norm's barrier between tiles there must be two."""
+        return 2 if self.form == NORMED else 1
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes that a CTA receives per tile and exchange."""
+        return 2 * self.tile * self.nope
+
+    @property
+    def nope_pitch(self) -> int:
+        """Bytes between tokens of an exchange buffer; 64 mod 128, so that two tokens' 64 bytes share no bank."""
+        return 2 * self.nope + 64
+
+    @property
+    def token_pitch(self) -> int:
+        """Bytes between tokens of a tile of q_a; 64 mod 128 for the same reason."""
+        return 2 * self.q_lora + 64
+
+    @property
+    def exchanged_at(self) -> int:
+        """Barriers of the exchanges, behind those of the stages."""
+        return 8 * self.stages
+
+    @property
+    def squares_at(self) -> int:
+        """f32 [warps, tile]: sums of squares over each warp's k."""
+        return 64
+
+    @property
+    def partial_at(self) -> int:
+        """f32 [partials, warps, tile, 8 * octets]: products over each warp's k."""
+        return self.squares_at + 4 * self.warps * self.tile
+
+    @property
+    def exchange_at(self) -> int:
+        """bf16 [exchanges, tile, nope] with pitch: the head's rounded nope rows."""
+        return self.partial_at + 4 * self.partials * self.warps * self.tile * 8 * self.octets
+
+    @property
+    def norm_at(self) -> int:
+        """bf16 [q_lora]: q_norm."""
+        return self.exchange_at + self.exchanges * self.tile * self.nope_pitch
+
+    @property
+    def absorb_at(self) -> int:
+        """bf16 [nope, latents]: the W_UK slice, 16-byte pieces of a row permuted (`steps.place`)."""
+        return -(-(self.norm_at + 2 * self.q_lora) // 128) * 128
+
+    @property
+    def tokens_at(self) -> int:
+        """bf16 [stages, tile, q_lora] with pitch: q_a of the tiles at work."""
+        return self.absorb_at + 2 * self.nope * self.latents
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.tokens_at + (self.stages * self.tile * self.token_pitch if self.looped else 0)

@@ -17,8 +17,8 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 __all__ = [
-    "load_shared_8b", "load_shared_16b", "load_weight_16b", "matrix_transposed_x4", "mma_m16n8k16", "pack_bf16x2",
-    "store_shared_8b", "unpack_bf16x2", "warp_sum",
+    "load_shared_8b", "load_shared_16b", "load_weight_16b", "matrix_transposed_x4", "matrix_x4", "mma_m16n8k16",
+    "pack_bf16x2", "store_shared_8b", "unpack_bf16x2", "warp_sum",
 ]  # fmt: skip
 
 
@@ -68,6 +68,18 @@ def load_shared_8b(address: Int32) -> tuple:
 def store_shared_8b(address: Int32, low: Float32, high: Float32) -> None:
     """Two Float32 to an address of shared memory."""
     cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, low, high])
+
+
+@cute.jit
+def matrix_x4(address: Int32) -> tuple:
+    """Four 8 x 8 bf16 matrices: lane L gives the address of row L % 8 of matrix L / 8 (16 bytes of shared memory);
+    register j of lane (g, t) holds columns 2t, 2t + 1 of row g of matrix j.
+    """
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
 
 
 @cute.jit

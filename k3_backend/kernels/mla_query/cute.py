@@ -47,13 +47,15 @@ from kernels.mla_query.steps import (
     absorption_weights,
     copy_16b,
     finish_rows,
+    fragments,
     load_tile,
     multicast_tile,
     multiply,
     normalise,
+    normed_fragments,
     place,
     share_squares,
-    tile_fragments,
+    tile_values,
 )
 
 from k3_backend.aot.cuda.contract import Choices, Launch, Value, Variant, Workspace
@@ -170,7 +172,8 @@ def _query_rows(
         share_squares(shared, q_a, plan)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        multiply(shared, normalise(shared, q_a, my_k, eps, plan), weights, Int32(0), plan)
+        a = fragments(normalise(shared, q_a, my_k, eps, plan), plan)
+        multiply(shared, a, weights, Int32(0), plan)
         cute.arch.sync_threads()
         finish_rows(shared, query, rows, Int32(0), head, rank, plan)
         absorption = absorption_weights(shared, plan)
@@ -184,19 +187,19 @@ def _query_rows(
                 if i < tiles:
                     multicast_tile(shared, source, pitch, rows, Int32(i), rank, plan)
         cute.arch.cp_async_wait_group(0)
-        if cutlass.const_expr(plan.form == NORMED):
-            cute.arch.sync_threads()
         for tile in cutlass.range(tiles, unroll=1):
             full = barriers + tile % plan.stages
             cute.arch.mbarrier_wait(full, tile // plan.stages % 2)
-            c = tile_fragments(shared, tile, my_k, plan)
             if thread == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
             if cutlass.const_expr(plan.form == SHARED):
-                share_squares(shared, c, plan)
+                q_a = tile_values(shared, tile, my_k, plan)
+                share_squares(shared, q_a, plan)
                 cute.arch.sync_threads()
-                c = normalise(shared, c, my_k, eps, plan)
-            multiply(shared, c, weights, tile % plan.partials, plan)
+                a = fragments(normalise(shared, q_a, my_k, eps, plan), plan)
+            else:
+                a = normed_fragments(shared, tile, plan)
+            multiply(shared, a, weights, tile % plan.partials, plan)
             cute.arch.sync_threads()
             if tile > 0:
                 _absorb_tile(shared, exchanged, query, rows, tile - 1, head, rank, plan)

@@ -89,13 +89,13 @@ class Plan:
 
     @property
     def nope_pitch(self) -> int:
-        """Bytes between tokens of an exchange buffer; 64 mod 128, so that two tokens' 64 bytes share no bank."""
-        return 2 * self.nope + 64
+        """Bytes between tokens of an exchange buffer; 16 mod 128, so that 16 bytes of 8 tokens share no bank."""
+        return 2 * self.nope + 16
 
     @property
     def token_pitch(self) -> int:
-        """Bytes between tokens of a tile of q_a; 64 mod 128 for the same reason."""
-        return 2 * self.q_lora + 64
+        """Bytes between tokens of a tile; as above, or 64 mod 128 for the lanes' reads of 64 bytes of two tokens."""
+        return 2 * self.q_lora + (16 if self.form == NORMED else 64)
 
     @property
     def exchanged_at(self) -> int:

@@ -3,7 +3,7 @@
 import cutlass
 from cutlass import Float32, Int32, cute
 from kernels.common.cute_mma import load_weight_16b, pack_bf16x2, unpack_bf16x2, warp_sum
-from kernels.mla_query.steps import load_16b, store_16b, sum_of_squares
+from kernels.mla_query.steps import load_16b, store_4b, store_16b, sum_of_squares
 
 __all__ = ["insert_rows", "norm_rows"]
 
@@ -65,7 +65,10 @@ def norm_rows(
     step: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """A warp per token first, first + step, ...: c [rows, q_lora] = bf16(q_a w / rms)."""
+    """A warp per token first, first + step, ...: c [rows, q_lora] = bf16(q_a w / rms).
+
+    Within a chunk of 32 k, pair 8t + 2j of c lies at 8j + 2t: ldmatrix then hands lane t the k that its weights have.
+    """
     lane = cute.arch.lane_idx()
     parts = plan.q_lora // 256
     norm = [load_weight_16b(q_norm + (256 * part + 8 * lane)) for part in range(parts)]
@@ -78,6 +81,8 @@ def norm_rows(
         for part in cutlass.range_constexpr(parts):
             sums[part % 2] = sum_of_squares(sums[part % 2], q_a[part])
         scale = cute.math.rsqrt(warp_sum(sums[0] + sums[1]) * (1.0 / plan.q_lora) + eps)
-        target = c + (token * plan.q_lora + 8 * lane)
+        target = c + (token * plan.q_lora + 32 * (lane // 4) + 2 * (lane % 4))
         for part in cutlass.range_constexpr(parts):
-            store_16b(target + 256 * part, _scaled(q_a[part], norm[part], scale))
+            values = _scaled(q_a[part], norm[part], scale)
+            for j in cutlass.range_constexpr(4):
+                store_4b(target + 256 * part + 8 * j, values[j])

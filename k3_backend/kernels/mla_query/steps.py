@@ -9,6 +9,7 @@ from kernels.common.cute_mma import (
     load_shared_8b,
     load_shared_16b,
     matrix_transposed_x4,
+    matrix_x4,
     mma_m16n8k16,
     pack_bf16x2,
     store_shared_8b,
@@ -17,8 +18,9 @@ from kernels.common.cute_mma import (
 )
 
 __all__ = [
-    "absorb", "absorption_weights", "copy_16b", "finish_rows", "load_16b", "load_tile", "multicast_tile", "multiply",
-    "normalise", "place", "share_squares", "store_16b", "sum_of_squares", "tile_fragments",
+    "absorb", "absorption_weights", "copy_16b", "finish_rows", "fragments", "load_16b", "load_tile", "multicast_tile",
+    "multiply", "normalise", "normed_fragments", "place", "share_squares", "store_4b", "store_16b", "sum_of_squares",
+    "tile_values",
 ]  # fmt: skip
 
 
@@ -39,7 +41,8 @@ def store_16b(pointer: cute.Pointer, values: tuple) -> None:
 
 
 @cute.jit
-def _store_4b(pointer: cute.Pointer, value: Int32) -> None:
+def store_4b(pointer: cute.Pointer, value: Int32) -> None:
+    """4 bytes to global memory."""
     cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[pointer, value])
 
 
@@ -50,11 +53,8 @@ def copy_16b(target: Int32, source: cute.Pointer) -> None:
 
 
 def place(n: Int32, piece: Int32) -> Int32:
-    """Where 16-byte piece `piece` of row n of the W_UK slice lies in its row.
-
-    One ldmatrix reads rows {0, 1, 8, 9, 16, 17, 24, 25} + 2j of a column of pieces; they fall into different banks.
-    """
-    return piece ^ ((n & 1) | ((n >> 2) & 6))
+    """Where 16-byte piece `piece` of row n of the W_UK slice lies in its row: ldmatrix reads 8 rows of one piece."""
+    return piece ^ (n & 7)
 
 
 def _zero() -> tuple:
@@ -107,7 +107,7 @@ def multicast_tile(
 
 
 @cute.jit
-def tile_fragments(shared: Int32, tile: Int32, my_k: Int32, plan: cutlass.Constexpr) -> list:
+def tile_values(shared: Int32, tile: Int32, my_k: Int32, plan: cutlass.Constexpr) -> list:
     """The lane's tokens and k of a tile in shared memory, as `load_tile` gives them."""
     g = cute.arch.lane_idx() // 4
     start = shared + plan.tokens_at + (tile % plan.stages * plan.tile + g) * plan.token_pitch + 2 * my_k
@@ -115,6 +115,29 @@ def tile_fragments(shared: Int32, tile: Int32, my_k: Int32, plan: cutlass.Conste
         [load_shared_16b(start + 8 * half * plan.token_pitch + 64 * chunk) for chunk in range(plan.chunks)]
         for half in plan.halves
     ]
+
+
+@cute.jit
+def normed_fragments(shared: Int32, tile: Int32, plan: cutlass.Constexpr) -> list:
+    """A fragments of c over the warp's k: [MMA of 16 k]; the launch before has put k into the fragments' order.
+
+    Rows 8 to 15 repeat rows 0 to 7 in tiles of 8; their products are dropped.
+    """
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+    token = (lane % 8 + 8 * (lane // 8 % 2)) % plan.tile
+    start = shared + plan.tokens_at + (tile % plan.stages * plan.tile + token) * plan.token_pitch + lane // 16 * 16
+    return [matrix_x4(start + 64 * warp * plan.chunks + 32 * i) for i in range(2 * plan.chunks)]
+
+
+@cute.jit
+def fragments(c: list, plan: cutlass.Constexpr) -> list:
+    """A fragments from the lane's c by [half][chunk]: [MMA of 16 k]."""
+    out = []
+    for i in cutlass.range_constexpr(2 * plan.chunks):
+        x = _with_idle_half([c[half][i // 2] for half in plan.halves])
+        at = i % 2 * 2
+        out.append((x[0][at], x[1][at], x[0][at + 1], x[1][at + 1]))
+    return out
 
 
 @cute.jit
@@ -187,17 +210,14 @@ def normalise(shared: Int32, q_a: list, my_k: Int32, eps: Float32, plan: cutlass
 
 
 @cute.jit
-def multiply(shared: Int32, c: list, weights: list, buffer: Int32, plan: cutlass.Constexpr) -> None:
-    """Product of c and the W_qb slice over the warp's k, to the partial sums in shared memory."""
+def multiply(shared: Int32, fragments: list, weights: list, buffer: Int32, plan: cutlass.Constexpr) -> None:
+    """Product of c (A fragments) and the W_qb slice over the warp's k, to the partial sums in shared memory."""
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     acc = [_zero()] * plan.octets
-    for chunk in cutlass.range_constexpr(plan.chunks):
-        x = _with_idle_half([c[half][chunk] for half in plan.halves])
-        for i in cutlass.range_constexpr(2):
-            a = (x[0][2 * i], x[1][2 * i], x[0][2 * i + 1], x[1][2 * i + 1])
-            for octet in cutlass.range_constexpr(plan.octets):
-                b = weights[octet][chunk]
-                acc[octet] = mma_m16n8k16(acc[octet], a, (b[2 * i], b[2 * i + 1]))
+    for i in cutlass.range_constexpr(2 * plan.chunks):
+        for octet in cutlass.range_constexpr(plan.octets):
+            b = weights[octet][i // 2]
+            acc[octet] = mma_m16n8k16(acc[octet], fragments[i], (b[i % 2 * 2], b[i % 2 * 2 + 1]))
     for half in plan.halves:
         line = ((buffer * plan.warps + warp) * plan.tile + lane // 4 + 8 * half) * (8 * plan.octets) + 2 * (lane % 4)
         for octet in cutlass.range_constexpr(plan.octets):
@@ -256,7 +276,7 @@ def finish_rows(
             elif tile * plan.tile + token < rows:
                 pe_row = 8 * (rank * plan.pe_octets + octet - plan.nope_octets) + 2 * t
                 at = ((tile * plan.tile + token) * plan.heads + head) * plan.row + plan.kv_lora + pe_row
-                _store_4b(query + at, pair)
+                store_4b(query + at, pair)
 
 
 @cute.jit
@@ -269,7 +289,7 @@ def absorption_weights(shared: Int32, plan: cutlass.Constexpr) -> list:
         group = cutlass.min(warp + plan.warps * step, groups - 1)
         fragments = []
         for chunk in cutlass.range_constexpr(plan.nope // 32):
-            n = 32 * chunk + 8 * (lane % 8 // 2) + 2 * (lane // 8) + lane % 2
+            n = 32 * chunk + lane
             address = shared + plan.absorb_at + n * (2 * plan.latents) + 16 * place(n, group)
             fragments.append(matrix_transposed_x4(address))
         weights.append(fragments)
@@ -290,22 +310,20 @@ def absorb(
     """Product of the head's nope rows with the W_UK slice, to `query`; the tile's exchange is complete."""
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     g, t = lane // 4, lane % 4
-    buffer = plan.exchange_at + (tile % plan.exchanges * plan.tile + g) * plan.nope_pitch + 16 * t
+    # Rows 8 to 15 of an A fragment repeat rows 0 to 7 in tiles of 8; their products are dropped.
+    token = (lane % 8 + 8 * (lane // 8 % 2)) % plan.tile
+    source = plan.exchange_at + (tile % plan.exchanges * plan.tile + token) * plan.nope_pitch + lane // 16 * 16
     for step in cutlass.range_constexpr(len(weights)):
         group = warp + plan.warps * step
         if group < plan.latents // 8:
             out = [_zero(), _zero()]
-            for chunk in cutlass.range_constexpr(plan.nope // 32):
-                address = shared + buffer + 64 * chunk
-                x = [load_shared_16b(address + 8 * half * plan.nope_pitch) for half in plan.halves]
-                x = _with_idle_half(x)
-                b = weights[step][chunk]
-                for i in cutlass.range_constexpr(2):
-                    a = (x[0][2 * i], x[1][2 * i], x[0][2 * i + 1], x[1][2 * i + 1])
-                    out[i] = mma_m16n8k16(out[i], a, (b[2 * i], b[2 * i + 1]))
+            for i in cutlass.range_constexpr(plan.nope // 16):
+                a = matrix_x4(shared + source + 32 * i)
+                b = weights[step][i // 2]
+                out[i % 2] = mma_m16n8k16(out[i % 2], a, (b[i % 2 * 2], b[i % 2 * 2 + 1]))
             for half in plan.halves:
                 token = tile * plan.tile + g + 8 * half
                 if token < rows:
                     at = (token * plan.heads + head) * plan.row + rank * plan.latents + 8 * group + 2 * t
                     low, high = (out[0][2 * half + i] + out[1][2 * half + i] for i in range(2))
-                    _store_4b(query + at, pack_bf16x2(low, high))
+                    store_4b(query + at, pack_bf16x2(low, high))

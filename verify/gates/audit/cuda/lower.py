@@ -44,7 +44,7 @@ def _offsets(listing: Listing) -> Mapping[tuple[str, int], int]:
 
 
 def _lower(ins: Instruction, listing: Listing, starts: Mapping[tuple[str, int], int]) -> Op:
-    op = Op(ins.index, ins.opcode, guarded=bool(ins.guard) and ins.guard not in ("PT", "UPT"))
+    op = Op(ins.index, ins.opcode, guard="" if ins.guard in ("PT", "UPT") else ins.guard)
     base, modifiers = ins.base, ins.opcode.split(".")[1:]
     if ins.guard in ("!PT", "!UPT"):
         # Never executed; ptxas places such loads as hints to its scheduler.

@@ -69,7 +69,7 @@ def lower(entry: Entry) -> list[Op]:
 
 def _lower(index: int, statement: Statement, entry: Entry, names: _Names) -> Op:
     opcode = statement.opcode
-    op = Op(index, opcode, guarded=bool(statement.guard))
+    op = Op(index, opcode, guard=statement.guard)
     parts = opcode.split(".")
     guard = (names.number(statement.guard.lstrip("!"), predicate=True),) if statement.guard else ()
     op.condition = guard

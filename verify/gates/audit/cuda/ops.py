@@ -105,8 +105,8 @@ class Op:
 
     index: int
     opcode: str
-    guarded: bool
-    """Executed under a condition."""
+    guard: str = ""
+    """Predicate with its sign under which the instruction is executed; empty: always."""
     defs: tuple[int, ...] = ()
     predicate_defs: tuple[int, ...] = ()
     uses: tuple[int, ...] = ()
@@ -129,3 +129,8 @@ class Op:
     """Special register that is read: `tid`, `clock`, `window`…"""
     notes: tuple[str, ...] = field(default=())
     """Properties that a rule asks for by name: `clock`, `sleep`, `trap`…"""
+
+    @property
+    def guarded(self) -> bool:
+        """Executed under a condition."""
+        return bool(self.guard)

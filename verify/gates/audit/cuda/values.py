@@ -137,6 +137,7 @@ def trace(
             queued.discard(place)
             block = graph.order[place]
             state = dict(states.get(block, {}))
+            analysis.enter()
             members = range(graph.blocks[block].first, graph.blocks[block].last + 1)
             budget -= len(members) + len(state)
             if budget < 0:
@@ -158,6 +159,7 @@ def trace(
     result = Values()
     for block in graph.order:
         state = dict(states.get(block, {}))
+        analysis.enter()
         for at in range(graph.blocks[block].first, graph.blocks[block].last + 1):
             analysis.step(ops[at], state, result)
     return result
@@ -207,8 +209,24 @@ class _Analysis:
         self.constant = constant
         self.polls = polls
         self.predicates = predicates
-        self.through_predicates = sum(set(polls.values())) | origins.thread | origins.launch | origins.driver
+        self.through_guards = sum(set(polls.values()))
+        self.through_predicates = self.through_guards | origins.thread | origins.launch | origins.driver
         self.cells = (0, 0)
+        self.guards = {op.guard: op.condition[0] for op in ops if op.guard and op.condition}
+        """Predicate register of each guard, whatever its sign."""
+        self.conditional: dict[int, tuple[str, Value]] = {}
+
+    def enter(self) -> None:
+        """Start a block."""
+        self.conditional = {}
+
+    def read(self, op: Op, register: int, state: State) -> Value:
+        """Value of an input. Under the guard under which it was written, it is what was written there."""
+        if op.guard:
+            written = self.conditional.get(register)
+            if written is not None and written[0] == op.guard:
+                return written[1]
+        return state.get(register, _NOTHING)
 
     def step(self, op: Op, state: State, result: Values | None) -> None:
         """Apply one instruction to the state; record what the caller asked for."""
@@ -216,8 +234,12 @@ class _Analysis:
             self._record(op, state, result)
         bits = 0
         for register in op.uses:
-            origin = state.get(register, _NOTHING)[0]
-            bits |= origin & self.through_predicates if register >= self.predicates else origin
+            origin = self.read(op, register, state)[0]
+            if register in op.condition:
+                origin &= self.through_guards
+            elif register >= self.predicates:
+                origin &= self.through_predicates
+            bits |= origin
         number: int | None = None
         for constant in op.constants:
             value = self.constant(constant)
@@ -230,7 +252,8 @@ class _Analysis:
             bits |= self.origins.window
         elif op.source is not None:
             bits |= self.origins.launch
-        if op.memory and op.defs:
+        if op.memory and (op.defs or op.writes_shared):
+            # Loaded into registers, or copied into shared memory.
             bits = self._loaded(op, state)
         if op.reads_shared:
             bits |= self.cells[0]
@@ -241,24 +264,33 @@ class _Analysis:
         if op.compute is not None:
             # A number beside the driver's bit is an offset in one of its windows: sums keep that meaning.
             window = bool(bits & self.origins.driver)
-            number = _compute(op, state) if not window or op.compute in ("mov", "mov64", "add") else None
+            number = self._compute(op, state) if not window or op.compute in ("mov", "mov64", "add") else None
         self._write(op, state, bits, number)
 
     def _write(self, op: Op, state: State, bits: int, number: int | None) -> None:
         for place, register in enumerate(op.defs):
             value: Value = (bits, number if place == 0 or op.compute == "mov" else None)
+            self.conditional.pop(register, None)
             if op.guarded:
+                self.conditional[register] = (op.guard, value)
                 old = state.get(register, _NOTHING)
                 value = (old[0] | bits, value[1] if value[1] == old[1] else None)
             state[register] = value
+        if op.predicate_defs and self.conditional:
+            self._forget(op)
         for register in op.predicate_defs:
             old_bits = state.get(register, _NOTHING)[0] if op.guarded else 0
             state[register] = (old_bits | bits, None)
 
+    def _forget(self, op: Op) -> None:
+        """A predicate that is written again stands for another condition."""
+        names = set(op.predicate_defs)
+        self.conditional = {r: w for r, w in self.conditional.items() if self.guards.get(w[0]) not in names}
+
     def _loaded(self, op: Op, state: State) -> int:
         bits = 0
         for access in op.memory:
-            bits |= self.origins.of_load(self._address(access.address, access.constants, state)[0])
+            bits |= self.origins.of_load(self._address(op, access.address, access.constants, state)[0])
             if access.generic:
                 bits |= self.cells[0] | self.cells[1]
         return bits
@@ -274,11 +306,11 @@ class _Analysis:
             local |= bits & ~self.through_predicates
         self.cells = (shared, local)
 
-    def _address(self, registers: Sequence[int], constants: Sequence[Constant], state: State) -> Value:
+    def _address(self, op: Op, registers: Sequence[int], constants: Sequence[Constant], state: State) -> Value:
         bits = 0
         number: int | None = None
         for place, register in enumerate(registers):
-            value = state.get(register, _NOTHING)
+            value = self.read(op, register, state)
             bits |= value[0]
             number = value[1] if place == 0 else number
         for constant in constants:
@@ -287,32 +319,33 @@ class _Analysis:
 
     def _record(self, op: Op, state: State, result: Values) -> None:
         for number, access in enumerate(op.memory):
-            result.addresses[op.index, number] = self._address(access.address, access.constants, state)
+            result.addresses[op.index, number] = self._address(op, access.address, access.constants, state)
             if access.policy is not None:
                 low, high = access.policy
-                result.policies[op.index, number] = (state.get(low, _NOTHING), state.get(high, _NOTHING))
+                result.policies[op.index, number] = (self.read(op, low, state), self.read(op, high, state))
         if op.condition:
             bits = 0
             for register in op.condition:
                 bits |= state.get(register, _NOTHING)[0]
             result.conditions[op.index] = bits
 
-
-def _known(term: object, state: State) -> int | None:
-    if isinstance(term, int):
-        return term
-    if isinstance(term, tuple):
-        value = state.get(term[1], _NOTHING)[1]
-        return -value if value is not None and term[0] == "-r" else value
-    return None
-
-
-def _compute(op: Op, state: State) -> int | None:
-    values = [_known(term, state) for term in op.terms]
-    known = [v for v in values if v is not None]
-    if len(known) != len(values) or not known:
+    def _known(self, op: Op, term: object, state: State) -> int | None:
+        if isinstance(term, int):
+            return term
+        if isinstance(term, tuple):
+            value = self.read(op, term[1], state)[1]
+            return -value if value is not None and term[0] == "-r" else value
         return None
-    kind = op.compute
+
+    def _compute(self, op: Op, state: State) -> int | None:
+        values = [self._known(op, term, state) for term in op.terms]
+        known = [v for v in values if v is not None]
+        if len(known) != len(values) or not known:
+            return None
+        return _number(op.compute, known)
+
+
+def _number(kind: str | None, known: list[int]) -> int | None:
     if kind == "mov64":
         return known[0]
     if kind == "mov":

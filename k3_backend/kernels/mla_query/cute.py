@@ -48,14 +48,14 @@ from kernels.mla_query.steps import (
     copy_16b,
     finish_rows,
     fragments,
-    load_tile,
+    load_norm,
+    load_pieces,
     multicast_tile,
     multiply,
     normalise,
-    normed_fragments,
     place,
     share_squares,
-    tile_values,
+    shared_pieces,
 )
 
 from k3_backend.aot.cuda.contract import Choices, Launch, Value, Variant, Workspace
@@ -84,11 +84,8 @@ def mla_query(
     block, _, _ = cute.arch.block_idx()
     head, rank = block // plan.cluster, block % plan.cluster
     if head < plan.heads:
-        thread, _, _ = cute.arch.thread_idx()
-        if thread < plan.q_lora // 8:
-            target = cute.arch.get_dyn_smem(Int64, alignment=128).toint() + plan.norm_at + 16 * thread
-            copy_16b(target, q_norm + 8 * thread)
-        _query_rows(proj, w_qb, w_uk_t, query, rows, tiles, eps, head, rank, plan)
+        norm = load_norm(q_norm, plan)
+        _query_rows(proj, norm, w_qb, w_uk_t, query, rows, tiles, eps, head, rank, plan)
     else:
         first = rank * plan.warps + cute.arch.warp_idx()
         insert_rows(proj, kv_norm, slot_mapping, kv_cache, rows, eps, first, plan.cluster * plan.warps, plan)
@@ -131,12 +128,13 @@ def mla_query_products(
     """Query rows from normalised q_a, a head per cluster."""
     block, _, _ = cute.arch.block_idx()
     head, rank = block // plan.cluster, block % plan.cluster
-    _query_rows(c, w_qb, w_uk_t, query, rows, tiles, Float32(0.0), head, rank, plan)
+    _query_rows(c, (), w_qb, w_uk_t, query, rows, tiles, Float32(0.0), head, rank, plan)
 
 
 @cute.jit
 def _query_rows(
     source: cute.Pointer,
+    norm: tuple,
     w_qb: cute.Pointer,
     w_uk_t: cute.Pointer,
     query: cute.Pointer,
@@ -147,7 +145,7 @@ def _query_rows(
     rank: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """`source` is `proj`, or c in the form NORMED; a copy of q_norm may be under way as cp.async."""
+    """`source` is `proj` and `norm` the norm's weights for the lane; in the form NORMED c and nothing."""
     thread, _, _ = cute.arch.thread_idx()
     barriers = cute.arch.get_dyn_smem(Int64, alignment=128)
     exchanged = barriers + plan.stages
@@ -168,12 +166,10 @@ def _query_rows(
     cute.arch.griddepcontrol_wait()
 
     if cutlass.const_expr(plan.form == DIRECT):
-        q_a = load_tile(source, rows, my_k, plan)
-        share_squares(shared, q_a, plan)
+        q_a = load_pieces(source, rows, plan)
+        _normalise_tile(shared, q_a, norm, Int32(0), eps, plan)
+        multiply(shared, fragments(shared, Int32(0), plan), weights, Int32(0), plan)
         cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
-        a = fragments(normalise(shared, q_a, my_k, eps, plan), plan)
-        multiply(shared, a, weights, Int32(0), plan)
         cute.arch.sync_threads()
         finish_rows(shared, query, rows, Int32(0), head, rank, plan)
         absorption = absorption_weights(shared, plan)
@@ -186,20 +182,18 @@ def _query_rows(
             for i in cutlass.range_constexpr(plan.stages):
                 if i < tiles:
                     multicast_tile(shared, source, pitch, rows, Int32(i), rank, plan)
-        cute.arch.cp_async_wait_group(0)
         for tile in cutlass.range(tiles, unroll=1):
             full = barriers + tile % plan.stages
             cute.arch.mbarrier_wait(full, tile // plan.stages % 2)
             if thread == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
             if cutlass.const_expr(plan.form == SHARED):
-                q_a = tile_values(shared, tile, my_k, plan)
-                share_squares(shared, q_a, plan)
-                cute.arch.sync_threads()
-                a = fragments(normalise(shared, q_a, my_k, eps, plan), plan)
-            else:
-                a = normed_fragments(shared, tile, plan)
+                _normalise_tile(shared, shared_pieces(shared, tile, plan), norm, tile, eps, plan)
+            a = fragments(shared, tile, plan)
             multiply(shared, a, weights, tile % plan.partials, plan)
+            if cutlass.const_expr(plan.form == SHARED):
+                cute.arch.fence_proxy("async.shared", space="cta")  # c is overwritten by a bulk copy
+            cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             if tile > 0:
                 _absorb_tile(shared, exchanged, query, rows, tile - 1, head, rank, plan)
@@ -242,6 +236,15 @@ def _request_weights(
 
 
 @cute.jit
+def _normalise_tile(shared: Int32, q_a: list, norm: tuple, tile: Int32, eps: Float32, plan: cutlass.Constexpr) -> None:
+    """Puts the warp's k of c into the tile's stage; a warp reads back what it wrote itself."""
+    share_squares(shared, q_a, plan)
+    cute.arch.sync_threads()
+    normalise(shared, q_a, norm, tile, eps, plan)
+    cute.arch.sync_warp()
+
+
+@cute.jit
 def _absorb_tile(
     shared: Int32,
     exchanged: cute.Pointer,
@@ -269,7 +272,7 @@ def variant(choices: Choices) -> Variant:
     plan = Plan(
         heads=g.heads, proj_row=g.mla_proj_rows, q_lora=g.q_lora, kv_lora=g.kv_lora, nope=g.nope, pe=g.pe, form=form,
         tile=choices["tile"], warps=choices["warps"], cluster=choices["cluster"],
-        stages=0 if form == DIRECT else choices["stages"],
+        stages=1 if form == DIRECT else choices["stages"],
     )  # fmt: skip
     tiles = Value("tiles", f"ceil_div(M, {plan.tile})")
     common = {

@@ -45,6 +45,21 @@ class Plan:
         return self.q_lora // (32 * self.warps)
 
     @property
+    def pieces(self) -> int:
+        """16-byte pieces of a token's q_a that a warp owns."""
+        return 4 * self.chunks
+
+    @property
+    def token_lanes(self) -> int:
+        """Lanes of a warp that share a token in the norm, a piece each."""
+        return 16 if self.pieces <= 16 else 32
+
+    @property
+    def passes(self) -> int:
+        """Passes of the norm over the tile's tokens."""
+        return -(-self.tile * self.token_lanes // 32)
+
+    @property
     def nope_octets(self) -> int:
         """Groups of 8 nope rows of W_qb per CTA; an octet is the n of one MMA."""
         return self.nope // (8 * self.cluster)
@@ -65,7 +80,7 @@ class Plan:
     @property
     def halves(self) -> range:
         """Of the MMA's 16 token rows, lane (g, t) works on row g and, in tiles of 16, on row g + 8."""
-        return range(self.tile // 8)
+        return range(-(-self.tile // 8))
 
     @property
     def looped(self) -> bool:
@@ -94,8 +109,8 @@ class Plan:
 
     @property
     def token_pitch(self) -> int:
-        """Bytes between tokens of a tile; as above, or 64 mod 128 for the lanes' reads of 64 bytes of two tokens."""
-        return 2 * self.q_lora + (16 if self.form == NORMED else 64)
+        """Bytes between tokens of a tile; as above."""
+        return 2 * self.q_lora + 16
 
     @property
     def exchanged_at(self) -> int:
@@ -104,7 +119,7 @@ class Plan:
 
     @property
     def squares_at(self) -> int:
-        """f32 [warps, tile]: sums of squares over each warp's k."""
+        """f32 [tile, warps]: sums of squares over each warp's k."""
         return 64
 
     @property
@@ -118,20 +133,15 @@ class Plan:
         return self.partial_at + 4 * self.partials * self.warps * self.tile * 8 * self.octets
 
     @property
-    def norm_at(self) -> int:
-        """bf16 [q_lora]: q_norm."""
-        return self.exchange_at + self.exchanges * self.tile * self.nope_pitch
-
-    @property
     def absorb_at(self) -> int:
         """bf16 [nope, latents]: the W_UK slice, 16-byte pieces of a row permuted (`steps.place`)."""
-        return -(-(self.norm_at + 2 * self.q_lora) // 128) * 128
+        return -(-(self.exchange_at + self.exchanges * self.tile * self.nope_pitch) // 128) * 128
 
     @property
     def tokens_at(self) -> int:
-        """bf16 [stages, tile, q_lora] with pitch: q_a of the tiles at work."""
+        """bf16 [stages, tile, q_lora] with pitch: q_a of the tiles at work, then c in its place."""
         return self.absorb_at + 2 * self.nope * self.latents
 
     @property
     def shared_bytes(self) -> int:
-        return self.tokens_at + (self.stages * self.tile * self.token_pitch if self.looped else 0)
+        return self.tokens_at + self.stages * self.tile * self.token_pitch

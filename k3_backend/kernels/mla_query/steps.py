@@ -8,6 +8,7 @@ from cutlass import Float32, Int32, cute
 from kernels.common.cute_mma import (
     load_shared_8b,
     load_shared_16b,
+    load_weight_16b,
     matrix_transposed_x4,
     matrix_x4,
     mma_m16n8k16,
@@ -16,11 +17,12 @@ from kernels.common.cute_mma import (
     unpack_bf16x2,
     warp_sum,
 )
+from kernels.mla_query.plan import Plan
 
 __all__ = [
-    "absorb", "absorption_weights", "copy_16b", "finish_rows", "fragments", "load_16b", "load_tile", "multicast_tile",
-    "multiply", "normalise", "normed_fragments", "place", "share_squares", "store_4b", "store_16b", "sum_of_squares",
-    "tile_values",
+    "absorb", "absorption_weights", "copy_16b", "finish_rows", "fragments", "load_16b", "load_norm", "load_pieces",
+    "multicast_tile", "multiply", "normalise", "place", "share_squares", "shared_pieces", "store_4b", "store_16b",
+    "sum_of_squares",
 ]  # fmt: skip
 
 
@@ -61,23 +63,31 @@ def _zero() -> tuple:
     return (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
 
 
-def _with_idle_half(halves: list) -> list:
-    """Token rows g + 8 of an A fragment are zero in tiles of 8."""
-    return halves if len(halves) == 2 else [halves[0], [Int32(0)] * 4]
+def _norm_place(plan: Plan) -> tuple:
+    """(token of a pass, piece) that the lane normalises; lanes beyond the pieces repeat the last one."""
+    lane = cute.arch.lane_idx()
+    return lane // plan.token_lanes, cutlass.min(lane % plan.token_lanes, plan.pieces - 1)
 
 
 @cute.jit
-def load_tile(proj: cute.Pointer, rows: Int32, my_k: Int32, plan: cutlass.Constexpr) -> list:
-    """q_a of the lane's tokens and k from global memory: [half][chunk], 8 values each.
+def load_norm(q_norm: cute.Pointer, plan: cutlass.Constexpr) -> tuple:
+    """The norm's weights for the lane's piece."""
+    _, piece = _norm_place(plan)
+    return load_weight_16b(q_norm + 8 * (cute.arch.warp_idx() * plan.pieces + piece))
 
-    Rows past the end repeat the last one; nothing that comes of them is stored.
+
+@cute.jit
+def load_pieces(proj: cute.Pointer, rows: Int32, plan: cutlass.Constexpr) -> list:
+    """The lane's pieces of q_a of the call's only tile, from global memory: [pass], 8 values each.
+
+    Tokens past the end repeat the last one; nothing that comes of them is stored.
     """
-    g = cute.arch.lane_idx() // 4
+    token, piece = _norm_place(plan)
+    k = 8 * (cute.arch.warp_idx() * plan.pieces + piece)
     q_a = []
-    for half in plan.halves:
-        token = cutlass.min(g + 8 * half, rows - 1)
-        source = proj + (token * plan.proj_row + my_k)
-        q_a.append([load_16b(source + 32 * chunk) for chunk in range(plan.chunks)])
+    for step in cutlass.range_constexpr(plan.passes):
+        row = cutlass.min(token + step * (32 // plan.token_lanes), rows - 1)
+        q_a.append(load_16b(proj + (row * plan.proj_row + k)))
     return q_a
 
 
@@ -86,7 +96,7 @@ def multicast_tile(
     shared: Int32, source: cute.Pointer, pitch: cutlass.Constexpr, rows: Int32, tile: Int32, rank: Int32,
     plan: cutlass.Constexpr,
 ) -> None:  # fmt: skip
-    """This CTA's share of a tile's rows, as in `load_tile`, into all CTAs of the cluster, one copy per lane and token.
+    """This CTA's share of a tile's rows into all CTAs of the cluster, one copy per lane and token, as in `load_pieces`.
 
     Completes bytes on the mbarrier of the tile's stage in every CTA.
     """
@@ -106,38 +116,27 @@ def multicast_tile(
         )  # fmt: skip
 
 
-@cute.jit
-def tile_values(shared: Int32, tile: Int32, my_k: Int32, plan: cutlass.Constexpr) -> list:
-    """The lane's tokens and k of a tile in shared memory, as `load_tile` gives them."""
-    g = cute.arch.lane_idx() // 4
-    start = shared + plan.tokens_at + (tile % plan.stages * plan.tile + g) * plan.token_pitch + 2 * my_k
-    return [
-        [load_shared_16b(start + 8 * half * plan.token_pitch + 64 * chunk) for chunk in range(plan.chunks)]
-        for half in plan.halves
-    ]
+def _piece_at(tile: Int32, step: int, plan: Plan) -> Int32:
+    """Offset of the lane's piece of a tile in shared memory."""
+    token, piece = _norm_place(plan)
+    token = cutlass.min(token + step * (32 // plan.token_lanes), plan.tile - 1)
+    line = (tile % plan.stages * plan.tile + token) * plan.token_pitch
+    return plan.tokens_at + line + 16 * (cute.arch.warp_idx() * plan.pieces + piece)
 
 
 @cute.jit
-def normed_fragments(shared: Int32, tile: Int32, plan: cutlass.Constexpr) -> list:
-    """A fragments of c over the warp's k: [MMA of 16 k]; the launch before has put k into the fragments' order.
+def shared_pieces(shared: Int32, tile: Int32, plan: cutlass.Constexpr) -> list:
+    """The lane's pieces of a tile in shared memory, as `load_pieces` gives them."""
+    return [load_shared_16b(shared + _piece_at(tile, step, plan)) for step in range(plan.passes)]
 
-    Rows 8 to 15 repeat rows 0 to 7 in tiles of 8; their products are dropped.
-    """
+
+@cute.jit
+def fragments(shared: Int32, tile: Int32, plan: cutlass.Constexpr) -> list:
+    """A fragments of c over the warp's k: [MMA of 16 k]. Rows that the tile lacks repeat others; nobody reads them."""
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     token = (lane % 8 + 8 * (lane // 8 % 2)) % plan.tile
     start = shared + plan.tokens_at + (tile % plan.stages * plan.tile + token) * plan.token_pitch + lane // 16 * 16
-    return [matrix_x4(start + 64 * warp * plan.chunks + 32 * i) for i in range(2 * plan.chunks)]
-
-
-@cute.jit
-def fragments(c: list, plan: cutlass.Constexpr) -> list:
-    """A fragments from the lane's c by [half][chunk]: [MMA of 16 k]."""
-    out = []
-    for i in cutlass.range_constexpr(2 * plan.chunks):
-        x = _with_idle_half([c[half][i // 2] for half in plan.halves])
-        at = i % 2 * 2
-        out.append((x[0][at], x[1][at], x[0][at + 1], x[1][at + 1]))
-    return out
+    return [matrix_x4(start + 16 * warp * plan.pieces + 32 * i) for i in range(2 * plan.chunks)]
 
 
 @cute.jit
@@ -153,14 +152,16 @@ def sum_of_squares(total: Float32, packed: tuple) -> Float32:
 @cute.jit
 def share_squares(shared: Int32, q_a: list, plan: cutlass.Constexpr) -> None:
     """The warp's sum of squares of each token to shared memory."""
-    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-    for half in plan.halves:
-        parts = [Float32(0.0), Float32(0.0)]
-        for chunk in cutlass.range_constexpr(plan.chunks):
-            parts[chunk % 2] = sum_of_squares(parts[chunk % 2], q_a[half][chunk])
-        squares = warp_sum(parts[0] + parts[1], 4)
-        if lane % 4 == 0:
-            address = shared + plan.squares_at + 4 * (warp * plan.tile + lane // 4 + 8 * half)
+    lane = cute.arch.lane_idx()
+    token, _ = _norm_place(plan)
+    for step in cutlass.range_constexpr(plan.passes):
+        squares = sum_of_squares(Float32(0.0), q_a[step])
+        if cutlass.const_expr(plan.pieces < plan.token_lanes):
+            squares = squares if lane % plan.token_lanes < plan.pieces else Float32(0.0)
+        squares = warp_sum(squares, plan.token_lanes)
+        at = cutlass.min(token + step * (32 // plan.token_lanes), plan.tile - 1)
+        if lane % plan.token_lanes == 0:
+            address = shared + plan.squares_at + 4 * (at * plan.warps + cute.arch.warp_idx())
             cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, squares])
 
 
@@ -168,11 +169,13 @@ def share_squares(shared: Int32, q_a: list, plan: cutlass.Constexpr) -> None:
 def _scale(shared: Int32, token: Int32, eps: Float32, plan: cutlass.Constexpr) -> tuple:
     """1 / rms of a token of the tile: two bf16 pairs (high, rest), each with equal halves."""
     total = Float32(0.0)
-    for warp in cutlass.range_constexpr(plan.warps):
-        address = shared + plan.squares_at + 4 * (warp * plan.tile + token)
-        total = total + cute.arch.inline_ptx(
-            "ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
+    for four in cutlass.range_constexpr(plan.warps // 4):
+        squares = cute.arch.inline_ptx(
+            "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Float32] * 4,
+            read_only_args=[shared + plan.squares_at + 4 * (token * plan.warps + 4 * four)],
         )
+        total = total + ((squares[0] + squares[1]) + (squares[2] + squares[3]))
     scale = cute.math.rsqrt(total * (1.0 / plan.q_lora) + eps)
     high = pack_bf16x2(scale, scale)
     rounded, _ = unpack_bf16x2(high)
@@ -195,18 +198,20 @@ def _scaled(pair: Int32, weight: Int32, high: Int32, rest: Int32) -> Int32:
 
 
 @cute.jit
-def normalise(shared: Int32, q_a: list, my_k: Int32, eps: Float32, plan: cutlass.Constexpr) -> list:
-    """The lane's part of c = bf16(q_a w / rms); all warps' squares are in shared memory."""
-    g = cute.arch.lane_idx() // 4
-    scales = [_scale(shared, g + 8 * half, eps, plan) for half in plan.halves]
-    norm = [load_shared_16b(shared + plan.norm_at + 2 * my_k + 64 * chunk) for chunk in range(plan.chunks)]
-    return [
-        [
-            [_scaled(q_a[half][chunk][i], norm[chunk][i], *scales[half]) for i in range(4)]
-            for chunk in range(plan.chunks)
-        ]
-        for half in plan.halves
-    ]
+def normalise(shared: Int32, q_a: list, norm: tuple, tile: Int32, eps: Float32, plan: cutlass.Constexpr) -> None:
+    """The lane's pieces of c = bf16(q_a w / rms) into the tile's stage; all warps' squares are in shared memory.
+
+    Within a chunk of 32 k, pair 8t + 2j lies at 8j + 2t: ldmatrix then hands lane t the k that its weights have.
+    """
+    token, piece = _norm_place(plan)
+    scales = _scale(shared, cute.arch.lane_idx() % plan.tile, eps, plan)
+    for step in cutlass.range_constexpr(plan.passes):
+        at = cutlass.min(token + step * (32 // plan.token_lanes), plan.tile - 1)
+        scale = [cute.arch.shuffle_sync(part, at) for part in scales] if plan.tile > 1 else scales
+        target = shared + _piece_at(tile, step, plan) - 12 * (piece % 4)
+        for j in cutlass.range_constexpr(4):
+            c = _scaled(q_a[step][j], norm[j], *scale)
+            cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[target + 16 * j, c])
 
 
 @cute.jit
@@ -219,10 +224,12 @@ def multiply(shared: Int32, fragments: list, weights: list, buffer: Int32, plan:
             b = weights[octet][i // 2]
             acc[octet] = mma_m16n8k16(acc[octet], fragments[i], (b[i % 2 * 2], b[i % 2 * 2 + 1]))
     for half in plan.halves:
-        line = ((buffer * plan.warps + warp) * plan.tile + lane // 4 + 8 * half) * (8 * plan.octets) + 2 * (lane % 4)
-        for octet in cutlass.range_constexpr(plan.octets):
-            address = shared + plan.partial_at + 4 * line + 32 * octet
-            store_shared_8b(address, acc[octet][2 * half], acc[octet][2 * half + 1])
+        token = lane // 4 + 8 * half
+        line = ((buffer * plan.warps + warp) * plan.tile + token) * (8 * plan.octets) + 2 * (lane % 4)
+        if token < plan.tile:
+            for octet in cutlass.range_constexpr(plan.octets):
+                address = shared + plan.partial_at + 4 * line + 32 * octet
+                store_shared_8b(address, acc[octet][2 * half], acc[octet][2 * half + 1])
 
 
 @cute.jit
@@ -248,31 +255,33 @@ def finish_rows(
 ) -> None:
     """Sums over the warps in fixed order, rounded: pe rows to `query`, nope rows to every CTA of the cluster.
 
-    Four lanes per token and octet, two rows of W_qb each; an octet's lanes fill whole warps.
+    A warp takes 8 tokens of an octet of W_qb's rows, four lanes per token and two rows each.
     """
-    thread, _, _ = cute.arch.thread_idx()
-    lane = cute.arch.lane_idx()
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     t = lane % 4
     partial = tile % plan.partials * plan.warps
     buffer = tile % plan.exchanges
-    for step in cutlass.range_constexpr(-(-plan.tile * plan.octets * 4 // plan.threads)):
-        unit = thread + plan.threads * step
-        token, octet = unit // 4 % plan.tile, cute.arch.make_warp_uniform(unit // (4 * plan.tile))
+    groups = len(plan.halves)
+    for step in cutlass.range_constexpr(-(-plan.octets * groups // plan.warps)):
+        unit = warp + plan.warps * step
+        octet, token = unit // groups, unit % groups * 8 + lane // 4
         if octet < plan.octets:
-            low, high = Float32(0.0), Float32(0.0)
-            for warp in cutlass.range_constexpr(plan.warps):
-                line = ((partial + warp) * plan.tile + token) * (8 * plan.octets) + 8 * octet + 2 * t
+            sums = [Float32(0.0)] * 4
+            for other in cutlass.range_constexpr(plan.warps):
+                line = ((partial + other) * plan.tile + token % plan.tile) * (8 * plan.octets) + 8 * octet + 2 * t
                 x, y = load_shared_8b(shared + plan.partial_at + 4 * line)
-                low, high = low + x, high + y
-            pair = pack_bf16x2(low, high)
+                at = other % 2 * 2
+                sums[at], sums[at + 1] = sums[at] + x, sums[at + 1] + y
+            pair = pack_bf16x2(sums[0] + sums[2], sums[1] + sums[3])
             if octet < plan.nope_octets:
                 values = [cute.arch.shuffle_sync(pair, (lane & 28) + i) for i in range(4)]
                 at = plan.exchange_at + (buffer * plan.tile + token) * plan.nope_pitch
                 target = shared + at + 16 * (rank * plan.nope_octets + octet)
                 barrier = shared + plan.exchanged_at + 8 * buffer
-                for i in cutlass.range_constexpr(plan.cluster // 4):
-                    peer = t * (plan.cluster // 4) + i
-                    _push_16b(_in_peer(target, peer), values, _in_peer(barrier, peer))
+                if token < plan.tile:
+                    for i in cutlass.range_constexpr(plan.cluster // 4):
+                        peer = t * (plan.cluster // 4) + i
+                        _push_16b(_in_peer(target, peer), values, _in_peer(barrier, peer))
             elif tile * plan.tile + token < rows:
                 pe_row = 8 * (rank * plan.pe_octets + octet - plan.nope_octets) + 2 * t
                 at = ((tile * plan.tile + token) * plan.heads + head) * plan.row + plan.kv_lora + pe_row
@@ -316,14 +325,14 @@ def absorb(
     for step in cutlass.range_constexpr(len(weights)):
         group = warp + plan.warps * step
         if group < plan.latents // 8:
-            out = [_zero(), _zero()]
+            out = [_zero()] * 4
             for i in cutlass.range_constexpr(plan.nope // 16):
                 a = matrix_x4(shared + source + 32 * i)
                 b = weights[step][i // 2]
-                out[i % 2] = mma_m16n8k16(out[i % 2], a, (b[i % 2 * 2], b[i % 2 * 2 + 1]))
+                out[i % 4] = mma_m16n8k16(out[i % 4], a, (b[i % 2 * 2], b[i % 2 * 2 + 1]))
+            out = [(out[0][i] + out[1][i]) + (out[2][i] + out[3][i]) for i in range(4)]
             for half in plan.halves:
                 token = tile * plan.tile + g + 8 * half
                 if token < rows:
                     at = (token * plan.heads + head) * plan.row + rank * plan.latents + 8 * group + 2 * t
-                    low, high = (out[0][2 * half + i] + out[1][2 * half + i] for i in range(2))
-                    store_4b(query + at, pack_bf16x2(low, high))
+                    store_4b(query + at, pack_bf16x2(out[2 * half], out[2 * half + 1]))

@@ -8,6 +8,7 @@ exactly one kernel whose parameter table matches the arguments that the descript
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import itertools
@@ -213,17 +214,44 @@ def _inputs_digest(unit: _Unit, wanted: Sequence[Mapping[str, Any]]) -> str:
         tools = toolchain()
     except importlib.metadata.PackageNotFoundError as error:
         raise unit.error(f"no CuTe DSL ({error})", where="nvidia_cutlass_dsl", expected="make setup") from error
-    folders = (unit.kernels / unit.op, unit.kernels / "common")
-    sources = sorted(p for d in folders if d.is_dir() for p in d.rglob("*.py") if p.is_file() and not p.is_symlink())
     trusted = sorted(Path(__file__).parent.glob("*.py")) + sorted((_PACKAGE / "ops" / unit.op).glob("interface.py"))
     return hashlib.sha256(
         canonical_json({
             "op": unit.op, "arch": unit.arch, "geometry": repr(unit.geometry), "abi": CUDA_ABI, "tools": tools,
             "python": f"{sys.version_info.major}.{sys.version_info.minor}", "choices": list(wanted),
-            "sources": {str(p.relative_to(unit.kernels)): file_digest(p) for p in sources},
+            "sources": {name: file_digest(unit.kernels.parent / name) for name in _sources(unit)},
             "builder": {str(p.relative_to(_PACKAGE)): file_digest(p) for p in trusted},
         }).encode()
     ).hexdigest()  # fmt: skip
+
+
+def _sources(unit: _Unit) -> tuple[str, ...]:
+    """Every file that `kernels/<op>/cute.py` imports from its own tree, itself included, relative to the tree's parent.
+
+    The compiling process loads no other file of the tree (it is compared afterwards), so these decide the result.
+    """
+    found: dict[str, None] = {}
+    left = [f"kernels/{unit.op}/cute.py"]
+    while left:
+        name = left.pop()
+        path = unit.kernels.parent / name
+        if name in found or not path.is_file() or path.is_symlink():
+            continue
+        found[name] = None
+        try:
+            tree = ast.parse(path.read_bytes(), filename=name)
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            raise unit.error(f"is not Python ({error})", where=f"{name}:{line}", expected="Python source") from error
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            else:
+                continue
+            left += [m.replace(".", "/") + ".py" for m in modules if m.split(".", maxsplit=1)[0] == "kernels"]
+    return tuple(sorted(found))
 
 
 def _cached(final: Path, digest: str) -> Artifact | None:
@@ -291,7 +319,11 @@ def _compile(unit: _Unit, wanted: Sequence[Mapping[str, Any]], scratch: Path, ru
     if done.returncode != 0 or not result.is_file():
         what = f"the compiler ended with status {done.returncode}"
         raise unit.error(what, where=f"kernels/{unit.op}/cute.py", expected="status 0", stderr=done.stderr[-4000:])
-    compiled = json.loads(result.read_text(encoding="utf-8"))
+    answer = json.loads(result.read_text(encoding="utf-8"))
+    if unknown := set(answer["loaded"]) - set(_sources(unit)):
+        what = f"files outside the hashed sources were imported: {', '.join(sorted(unknown))}"
+        raise unit.error(what, where=f"kernels/{unit.op}/cute.py", expected="plain import statements")
+    compiled = answer["variants"]
     if not isinstance(compiled, list) or len(compiled) != len(wanted):
         raise unit.error("incomplete compiler result", where=f"kernels/{unit.op}/cute.py", expected="all variants")
     return compiled

@@ -11,9 +11,10 @@ A failure names variant and launch in `OUT_DIR/error.json`; the traceback names 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 __all__ = ["main"]
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class _RelativeLoader(SourceFileLoader):
@@ -48,7 +51,9 @@ class _KernelFinder(MetaPathFinder):
         file = f"{base}.py"
         if not os.path.isfile(file) or os.path.islink(file):
             return None
-        return importlib.util.spec_from_file_location(fullname, file, loader=_RelativeLoader(fullname, file))
+        spec = ModuleSpec(fullname, _RelativeLoader(fullname, file), origin=file)
+        spec.has_location = True  # with the helper of importlib.util the name would become absolute
+        return spec
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,11 +65,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         result = [_compile_variant(request, choices, out, place) for choices in request["choices"]]
     except BaseException as error:  # noqa: BLE001 - whatever a kernel file raises is its author's to read
-        text = "".join(traceback.format_exception(error))
-        (out / "error.json").write_text(json.dumps({**place, "error": f"{type(error).__name__}: {error}",
+        text = _ANSI.sub("", "".join(traceback.format_exception(error)))
+        (out / "error.json").write_text(json.dumps({**place, "error": _ANSI.sub("", f"{type(error).__name__}: {error}").strip(),
             "file_line": _kernel_line(error, text), "traceback": text[-20_000:]}), encoding="utf-8")  # fmt: skip
         return 1
-    (out / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    loaded = sorted(m.__file__ for name, m in sys.modules.items() if name.startswith("kernels.") and m.__file__)
+    (out / "result.json").write_text(json.dumps({"variants": result, "loaded": loaded}), encoding="utf-8")
     return 0
 
 

@@ -167,7 +167,7 @@ def share_squares(shared: Int32, q_a: list, plan: cutlass.Constexpr) -> None:
 
 @cute.jit
 def _scale(shared: Int32, token: Int32, eps: Float32, plan: cutlass.Constexpr) -> tuple:
-    """1 / rms of a token of the tile: two bf16 pairs (high, rest), each with equal halves."""
+    """1 / rms of a token of the tile: bf16 pairs (high, rest, -high), each with equal halves."""
     total = Float32(0.0)
     for four in cutlass.range_constexpr(plan.warps // 4):
         squares = cute.arch.inline_ptx(
@@ -180,20 +180,25 @@ def _scale(shared: Int32, token: Int32, eps: Float32, plan: cutlass.Constexpr) -
     high = pack_bf16x2(scale, scale)
     rounded, _ = unpack_bf16x2(high)
     rest = scale - rounded
-    return high, pack_bf16x2(rest, rest)
+    return high, pack_bf16x2(rest, rest), _negative(high)
 
 
 @cute.jit
-def _scaled(pair: Int32, weight: Int32, high: Int32, rest: Int32) -> Int32:
+def _negative(pair: Int32) -> Int32:
+    return cute.arch.inline_ptx("xor.b32 {$w0}, {$r0}, 0x80008000;", write_only_types=[Int32], read_only_args=[pair])
+
+
+@cute.jit
+def _scaled(pair: Int32, weight: Int32, minus_weight: Int32, high: Int32, rest: Int32, minus_high: Int32) -> Int32:
     """bf16(x w s) for two x, with s = high + rest: one rounding but for 2^-16 of the value.
 
-    x w is exact as product + remainder; packed operations are half as many as on Float32.
+    x w is exact as product - remainder; packed operations are half as many as on Float32.
     """
     return cute.arch.inline_ptx(
-        "{ .reg .b32 p, n, r; mul.rn.bf16x2 p, {$r0}, {$r1}; neg.bf16x2 n, p; fma.rn.bf16x2 r, {$r0}, {$r1}, n; "
-        "mul.rn.bf16x2 r, r, {$r2}; fma.rn.bf16x2 r, p, {$r3}, r; fma.rn.bf16x2 {$w0}, p, {$r2}, r; }",
+        "{ .reg .b32 p, r; mul.rn.bf16x2 p, {$r0}, {$r1}; fma.rn.bf16x2 r, {$r0}, {$r2}, p; "
+        "mul.rn.bf16x2 r, r, {$r5}; fma.rn.bf16x2 r, p, {$r4}, r; fma.rn.bf16x2 {$w0}, p, {$r3}, r; }",
         write_only_types=[Int32],
-        read_only_args=[pair, weight, high, rest],
+        read_only_args=[pair, weight, minus_weight, high, rest, minus_high],
     )
 
 
@@ -210,7 +215,7 @@ def normalise(shared: Int32, q_a: list, norm: tuple, tile: Int32, eps: Float32, 
         scale = [cute.arch.shuffle_sync(part, at) for part in scales] if plan.tile > 1 else scales
         target = shared + _piece_at(tile, step, plan) - 12 * (piece % 4)
         for j in cutlass.range_constexpr(4):
-            c = _scaled(q_a[step][j], norm[j], *scale)
+            c = _scaled(q_a[step][j], norm[j], _negative(norm[j]), *scale)
             cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[target + 16 * j, c])
 
 
@@ -255,7 +260,8 @@ def finish_rows(
 ) -> None:
     """Sums over the warps in fixed order, rounded: pe rows to `query`, nope rows to every CTA of the cluster.
 
-    A warp takes 8 tokens of an octet of W_qb's rows, four lanes per token and two rows each.
+    A warp takes 8 tokens of an octet of W_qb's rows, four lanes per token and two rows each; the last warps come
+    first, because the first ones absorb.
     """
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     t = lane % 4
@@ -263,7 +269,7 @@ def finish_rows(
     buffer = tile % plan.exchanges
     groups = len(plan.halves)
     for step in cutlass.range_constexpr(-(-plan.octets * groups // plan.warps)):
-        unit = warp + plan.warps * step
+        unit = plan.warps - 1 - warp + plan.warps * step
         octet, token = unit // groups, unit % groups * 8 + lane // 4
         if octet < plan.octets:
             sums = [Float32(0.0)] * 4

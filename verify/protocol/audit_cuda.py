@@ -31,6 +31,7 @@ CODES = {
     "audit.address_unknown": "an access through an address whose origin is not a parameter",
     "audit.load_after_relaxed_poll": "data are read after a relaxed poll without an acquire, or inside the poll",
     "audit.load_above_poll": "data that a poll orders are read before the poll",
+    "audit.load_after_relaxed_atomic": "data of other CTAs are read after an atomic that admits this one, no acquire",
     "audit.relaxed_poll": "a loop polls memory without an acquire, and no memory-model argument is claimed",
     "audit.spill": "registers are spilled, or the kernel uses local memory",
     "audit.cache_hint": "a cache hint that outlives the access",
@@ -246,6 +247,13 @@ def _above_poll(facts: Facts) -> Iterator[Seen]:
                 )
 
 
+def _after_ticket(facts: Facts) -> Iterator[Seen]:
+    for row in _accesses(facts):
+        plain = row["touch"] in _LOADS and not row["strong"]
+        if row["poll"] == "ticket" and plain and "workspace" in row["roles"]:
+            yield Seen(_describe(row), "an acquire (fence or atom.acquire) between the atomic and the data", _at(row))
+
+
 def _relaxed_poll(facts: Facts) -> Iterator[Seen]:
     claims = facts["claims"]
     if claims and claims["polling"]:
@@ -261,6 +269,8 @@ def _relaxed_poll(facts: Facts) -> Iterator[Seen]:
 
 
 def _spill(facts: Facts) -> Iterator[Seen]:
+    if facts["level"] == "ptx":
+        return  # ptxas may still turn local arrays into registers
     resources = facts["resources"]
     seen = [f"{resources[name]} {name}" for name in ("frame_bytes", "stack_bytes") if resources[name]]
     if facts.get("local_accesses"):
@@ -288,12 +298,15 @@ def _missing_instruction(facts: Facts) -> Iterator[Seen]:
             yield Seen(name, f"at least one instruction of class {name}")
 
 
+def _limits(facts: Facts) -> Limits | None:
+    return LIMITS.get((facts["arch"] or "").rstrip("af"))
+
+
 def _occupancy(facts: Facts) -> Iterator[Seen]:
     claims, resources = facts["claims"], facts["resources"]
     if not claims:
         return
-    arch = (facts["arch"] or "").rstrip("af")
-    limits = LIMITS.get(arch)
+    limits = _limits(facts)
     if limits is None or resources["registers"] is None:
         return
     wanted = claims["min_ctas_per_sm"]
@@ -361,6 +374,8 @@ def _parameter_table(facts: Facts) -> Iterator[Seen]:
 def _not_evaluated(facts: Facts) -> Iterator[Seen]:
     for gap in facts["unevaluated"]:
         yield Seen(f"{gap['what']}: {gap['why']}", "code that the audit understands in full", gap["at"])
+    if facts["claims"] and _limits(facts) is None:
+        yield Seen(f"occupancy: no figures for {facts['arch']}", f"one of {', '.join(LIMITS)}")
 
 
 RULES: tuple[Rule, ...] = (
@@ -410,6 +425,11 @@ RULES: tuple[Rule, ...] = (
         "audit.load_above_poll",
         "ptxas moves a plain load above a whole polling loop where its address is read on every path (seen on sm_103a)",
         _above_poll,
+    ),
+    Rule(
+        "audit.load_after_relaxed_atomic",
+        "the last CTA to arrive reads partial results that the others wrote: without an acquire they may be stale",
+        _after_ticket,
     ),
     Rule("audit.relaxed_poll", "B11: a relaxed spin is right only beside the one load it was made for", _relaxed_poll),
     Rule(

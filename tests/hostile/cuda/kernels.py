@@ -308,6 +308,33 @@ def poll_data_in_flag(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out:
     at(out, n)[t] = Float32(seen)
 
 
+@cute.jit
+def _partial(flag: cute.Pointer, t: Int32):
+    at(flag, 1024)[t + 128] = t * 3
+    cute.arch.fence_acq_rel_gpu()
+
+
+@cute.kernel
+def ticket_without_acquire(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, n: Int32):
+    """Each thread leaves a partial result; the last to arrive reads them all."""
+    t = thread()
+    wait()
+    _partial(flag, t)
+    arrived = ptx("atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[flag.toint()])
+    if arrived == n - 1:
+        at(out, n)[t] = Float32(at(flag, n)[t + 256])
+
+
+@cute.kernel
+def ticket_with_acquire(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, n: Int32):
+    t = thread()
+    wait()
+    _partial(flag, t)
+    arrived = ptx("atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[flag.toint()])
+    if arrived == n - 1:
+        at(out, n)[t] = Float32(at(flag, n)[t + 256])
+
+
 @cute.kernel
 def local_memory(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, n: Int32):
     t = thread()
@@ -500,6 +527,8 @@ CASES: dict[str, tuple[dict[str, object], str | None]] = {
     "mailbox_before_poll": ({"pdl": False}, "audit.load_above_poll"),
     "mailbox_after_poll": ({"pdl": False}, None),
     "poll_data_in_flag": ({"pdl": False}, "audit.relaxed_poll"),
+    "ticket_without_acquire": ({}, "audit.load_after_relaxed_atomic"),
+    "ticket_with_acquire": ({}, None),
     "local_memory": ({}, "audit.spill"),
     "registers_only": ({}, None),
     "evict_last": ({}, "audit.cache_hint"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from harness import sandbox
-from verify.gates.audit.cuda import Claims, Param, inspect_cubin
+from verify.gates.audit.cuda import Claims, Param, inspect_cubin, inspect_file
 from verify.gates.audit.cuda.nvdisasm import find
 
 HOSTILE = Path(__file__).parents[3] / "hostile" / "cuda"
@@ -75,6 +75,11 @@ class Built:
     def ptx(self, name: str) -> str:
         """The PTX that holds a kernel."""
         return (self.folder / f"{name if name in ALONE else 'kernels'}.ptx").read_text()
+
+    @cache  # noqa: B019 - one object per session
+    def file_facts(self, file: str, constants: tuple[int, ...]) -> list[dict[str, Any]]:
+        """Facts of a stand-alone file in the folder."""
+        return inspect_file(self.folder / file, constants)
 
     @cache  # noqa: B019 - one object per session
     def all_facts(self, file: str) -> list[dict[str, Any]]:

@@ -17,6 +17,8 @@ __all__ = ["code_facts"]
 _PLACES = 4
 """Places listed per group of equal accesses; the count is always complete."""
 _MAX_POLLS = 2048
+_MAX_INSTRUCTIONS = 400_000
+"""The largest kernels of the study have 4,000."""
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MEMORY_RETRY = "UTCATOMSWS"
 """tcgen05.alloc becomes a loop that asks for tensor memory and sleeps in between."""
@@ -55,6 +57,10 @@ def code_facts(program: Program) -> Facts:
         "local_accesses": sum(ops[i].reads_local or ops[i].writes_local for i in kernel.reachable),
         "unevaluated": unevaluated,
     }
+    if len(kernel.reachable) > _MAX_INSTRUCTIONS:
+        why = f"{len(kernel.reachable)} instructions, at most {_MAX_INSTRUCTIONS}"
+        unevaluated.append({"what": "size", "why": why, "at": ""})
+        return facts
     loops = flow.find_loops(kernel.graph)
     if loops is None:
         unevaluated.append({"what": "loops", "why": "the kernel has too many nested loops to look at", "at": ""})
@@ -70,10 +76,11 @@ def code_facts(program: Program) -> Facts:
     except values.BudgetError:
         unevaluated.append({"what": "values", "why": "the kernel is too large for the analysis of addresses", "at": ""})
         return facts
-    polls = ordering.find_polls(kernel.graph, loops, bits, traced)
-    ordered = ordering.order(ops, kernel.graph, polls, traced, kernel.origins)
+    polls = ordering.find_polls(ops, kernel.graph, loops, bits, traced)
+    tickets = ordering.find_tickets(ops, polls, bits, traced)
+    ordered = ordering.order(ops, kernel.graph, polls, tickets, traced, kernel.origins)
     facts["polls"] = _polls(kernel, polls, ordered)
-    facts["accesses"] = _accesses(kernel, traced, ordered, polls)
+    facts["accesses"] = _accesses(kernel, traced, ordered, polls, tickets)
     facts["cache_policies"] = _policies(kernel, traced)
     facts["sleeps_outside_polls"] = _sleeps(kernel, polls)
     return facts
@@ -139,9 +146,14 @@ def _polls(kernel: _Kernel, polls: Sequence[ordering.Poll], ordered: ordering.Or
 
 
 def _accesses(
-    kernel: _Kernel, traced: values.Values, ordered: ordering.Order, polls: Sequence[ordering.Poll]
+    kernel: _Kernel,
+    traced: values.Values,
+    ordered: ordering.Order,
+    polls: Sequence[ordering.Poll],
+    tickets: Sequence[ordering.Ticket],
 ) -> list[Facts]:
     """Accesses to global memory; equal ones form one row."""
+    by_ticket = sum({t.bit for t in tickets})
     inside = kernel.inside([p.loop for p in polls])
     loads = {p.load for p in polls}
     groups: dict[tuple[Any, ...], Facts] = {}
@@ -159,7 +171,7 @@ def _accesses(
                 "strong": access.strong,
                 "order": ordered.levels.get(index, ordering.Level.NONE).name.lower(),
                 "wait_follows": ordered.wait_follows.get(index, False),
-                "poll": _place_of(index, loads, inside, ordered),
+                "poll": _place_of(index, loads, inside, ordered, by_ticket),
             }
             group = groups.setdefault(tuple(map(str, row.values())), {**row, "count": 0, "at": []})
             group["count"] += 1
@@ -168,14 +180,17 @@ def _accesses(
     return list(groups.values())
 
 
-def _place_of(index: int, loads: set[int], inside: set[int], ordered: ordering.Order) -> str | None:
-    """How an access stands to the polls of the kernel."""
+def _place_of(index: int, loads: set[int], inside: set[int], ordered: ordering.Order, by_ticket: int) -> str | None:
+    """How an access stands to the polls and tickets of the kernel."""
     if index in loads:
         return "flag"
     if index in inside:
         return "inside"
-    if ordered.unacquired.get(index, 0):
+    unacquired = ordered.unacquired.get(index, 0)
+    if unacquired & ~by_ticket:
         return "after"
+    if unacquired:
+        return "ticket"
     return "before" if ordered.poll_follows.get(index) else None
 
 
@@ -218,6 +233,8 @@ def _policies(kernel: _Kernel, traced: values.Values) -> list[Facts]:
         names = policies.of_opcode(kernel.ops[index].opcode)
         for number in range(len(kernel.ops[index].memory)):
             pair = traced.policies.get((index, number))
+            value = kernel.ops[index].memory[number].policy_value
+            pair = ((0, value & 0xFFFFFFFF), (0, value >> 32)) if value is not None else pair
             name = None if pair is None else policies.of_descriptor(pair, kernel.origins)
             names += [name] if name is not None else []
         for name in names:

@@ -6,7 +6,7 @@ Content never raises: what cannot be read is stated in `malformed`, what could n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -43,28 +43,7 @@ def inspect_cubin(
         claims: what the launch descriptor promises; None: rules on claims find nothing to compare with.
         ptx: the source, to compare what the assembler dropped or moved.
     """
-    try:
-        image = read(cubin)
-    except CubinError as error:
-        return [_malformed(str(error), claims)]
-    wanted = [k for k in image.kernels.values() if entry is None or k.name == entry]
-    if not wanted:
-        have = ", ".join(image.kernels) or "none"
-        return [_malformed(f"no kernel {entry or ''} in the file (kernels: {have[:200]})", claims)]
-    done = disassemble(cubin)
-    if done.failed is not None:
-        return [_malformed(done.failed, claims)]
-    listing = parse(done.text)
-    ops = lower.lower(listing)
-    sources = {e.kernel.name: e for e in entries(ptx)} if ptx is not None else {}
-    found = []
-    for kernel in wanted:
-        slots = parameters(kernel, params)
-        facts = _header(kernel, slots, params, claims, image, listing.target or image.arch, "sass")
-        if ptx is not None:
-            facts["ptx"] = _ptx_facts(sources.get(kernel.name), slots)
-        found.append(_with_code(facts, listing, ops, kernel, slots, done.missing))
-    return found
+    return _inspect(cubin, entry, lambda _: params, claims, ptx)
 
 
 def inspect_file(path: Path | str, constants: Sequence[int] = ()) -> list[Facts]:
@@ -83,7 +62,7 @@ def inspect_file(path: Path | str, constants: Sequence[int] = ()) -> list[Facts]
         return [_malformed(f"cannot be read ({error.strerror})", None)]
     suffix = path.suffix.lower()
     if suffix == ".cubin":
-        return _inspect_bare_cubin(data, constants)
+        return _inspect(data, None, lambda k: _with_constants(k, constants) if constants else None, None, None)
     text = data.decode("utf-8", "replace")
     if suffix == ".ptx":
         return _inspect_ptx(text, constants)
@@ -169,17 +148,36 @@ def _with_constants(kernel: Kernel, constants: Sequence[int]) -> list[Param]:
     return [replace(p, role="constant") if i in constants and p.role != "scalar" else p for i, p in enumerate(slots)]
 
 
-def _inspect_bare_cubin(data: bytes, constants: Sequence[int]) -> list[Facts]:
-    if not constants:
-        return inspect_cubin(data)
+def _inspect(
+    cubin: bytes,
+    entry: str | None,
+    roles: Callable[[Kernel], Sequence[Param] | None],
+    claims: Claims | None,
+    ptx: str | None,
+) -> list[Facts]:
     try:
-        image = read(data)
+        image = read(cubin)
     except CubinError as error:
-        return [_malformed(str(error), None)]
-    found: list[Facts] = []
-    for kernel in image.kernels.values():
-        found += inspect_cubin(data, entry=kernel.name, params=_with_constants(kernel, constants))
-    return found or inspect_cubin(data)
+        return [_malformed(str(error), claims)]
+    wanted = [k for k in image.kernels.values() if entry is None or k.name == entry]
+    if not wanted:
+        have = ", ".join(image.kernels) or "none"
+        return [_malformed(f"no kernel {entry or ''} in the file (kernels: {have[:200]})", claims)]
+    done = disassemble(cubin)
+    if done.failed is not None:
+        return [_malformed(done.failed, claims)]
+    listing = parse(done.text)
+    ops = lower.lower(listing)
+    sources = {e.kernel.name: e for e in entries(ptx)} if ptx is not None else {}
+    found = []
+    for kernel in wanted:
+        params = roles(kernel)
+        slots = parameters(kernel, params)
+        facts = _header(kernel, slots, params, claims, image, listing.target or image.arch, "sass")
+        if ptx is not None:
+            facts["ptx"] = _ptx_facts(sources.get(kernel.name), slots)
+        found.append(_with_code(facts, listing, ops, kernel, slots, done.missing))
+    return found
 
 
 def _inspect_ptx(text: str, constants: Sequence[int]) -> list[Facts]:

@@ -25,6 +25,10 @@ _NO_RESULT = frozenset({
     "wgmma", "setmaxnreg", "tcgen05", "stackrestore", "call", "bmsk", "clusterlaunchcontrol", "tensormap", "cvta_none",
 })  # fmt: skip
 _RESULT_OF = frozenset({"tcgen05.ld", "wgmma.mma_async"})
+_PRIORITIES = {
+    "evict_normal": 0x10F << 52, "evict_first": 0x12F << 52, "evict_last": 0x14F << 52, "evict_unchanged": 0x16F << 52,
+}  # fmt: skip
+_FRACTIONAL = 0x15F << 52
 _CLASSES: dict[str, tuple[str, ...]] = {
     "tensor_core": ("mma.", "wgmma.mma_async", "tcgen05.mma", "wmma.mma"),
     "warpgroup_mma": ("wgmma.mma_async",),
@@ -84,7 +88,9 @@ def _lower(index: int, statement: Statement, entry: Entry, names: _Names) -> Op:
     _memory(op, statement, entry, names, parts)
     _effect(op, statement, parts)
     _flow(op, statement, entry, parts)
-    if parts[0] in ("mov", "cvta") and len(sources) == 1:
+    if parts[0] == "createpolicy":
+        op.compute, op.terms = "mov64", (_policy_value(parts, sources),)
+    elif parts[0] in ("mov", "cvta") and len(sources) == 1:
         term = _term(sources[0], entry, names)
         if term is not None:
             op.compute, op.terms = "mov64", (term,)
@@ -145,6 +151,15 @@ def _term(operand: str, entry: Entry, names: _Names) -> Term | None:
     return None
 
 
+def _policy_value(parts: list[str], sources: list[str]) -> int:
+    """The value that ptxas makes of createpolicy; anything but one priority for all accesses counts as fractional."""
+    priorities = [p.removeprefix("L2::") for p in parts if p.startswith("L2::")]
+    whole = not sources or sources[-1] in ("1.0", "0f3F800000")
+    if "fractional" not in parts or not whole or len(priorities) != 1:
+        return _FRACTIONAL
+    return _PRIORITIES.get(priorities[0], _FRACTIONAL)
+
+
 def _special(op: Op, sources: list[str]) -> None:
     text = " ".join(sources)
     notes = []
@@ -180,10 +195,12 @@ def _memory(op: Op, statement: Statement, entry: Entry, names: _Names, parts: li
     text = brackets[number]
     descriptor = ".tensor" in statement.opcode
     address = text.partition(",")[0] if descriptor else text
-    policy = None
+    policy, policy_value = None, None
     if "cache_hint" in statement.opcode and statement.operands:
         found = _registers(statement.operands[-1], entry)
         policy = (names.number(found[0]), names.number(found[0])) if found else None
+        if re.match(r"^\d+$|^0x[0-9a-fA-F]+$", statement.operands[-1]):
+            policy_value = int(statement.operands[-1], 0)
     op.memory = (
         Memory(
             touch,
@@ -194,6 +211,7 @@ def _memory(op: Op, statement: Statement, entry: Entry, names: _Names, parts: li
             or touch is Touch.ATOMIC,
             generic=space == "" and base in ("ld", "st", "atom", "red"),
             policy=policy,
+            policy_value=policy_value,
         ),
     )
     if touch is Touch.COPY_IN:

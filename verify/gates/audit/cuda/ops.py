@@ -78,6 +78,8 @@ class Memory:
     """May also be shared or local memory."""
     policy: tuple[int, int] | None = None
     """Register pair that holds a cache policy or the driver's memory descriptor."""
+    policy_value: int | None = None
+    """A cache policy that stands in the instruction itself (PTX)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from verify.gates.audit.cuda.flow import Graph, Loop, dominators
+from verify.gates.audit.cuda.flow import Block, Graph, Loop, dominators
 from verify.gates.audit.cuda.ops import Effect, Op, Touch
 from verify.gates.audit.cuda.values import Origins, Values
 
-__all__ = ["Level", "Order", "Poll", "candidates", "find_polls", "order"]
+__all__ = ["Level", "Order", "Poll", "Ticket", "candidates", "find_polls", "find_tickets", "order"]
 
 
 class Level(IntEnum):
@@ -38,6 +38,21 @@ class Poll:
     bit: int
 
 
+@dataclass(frozen=True)
+class Ticket:
+    """An atomic whose result decides a branch outside a poll: the last CTA to arrive goes on with everybody's data."""
+
+    atomic: int
+    bit: int
+
+
+_MANY_WAITS = 64
+"""More are not looked at, which errs on the side of a finding."""
+
+State = tuple[Level, Level, int]
+"""(this thread's level, that of some thread of the CTA, flags that were read and not acquired)."""
+
+
 @dataclass
 class Order:
     """The state before each instruction."""
@@ -52,41 +67,67 @@ class Order:
 
 
 def candidates(ops: Sequence[Op], graph: Graph, loops: Sequence[Loop]) -> list[int]:
-    """Loads that a loop may poll: strong ones, weak ones whose address does not change in the loop, some atomics."""
+    """What may be waited for: in loops, strong loads and weak ones with a fixed address; atomics with a result."""
     found: dict[int, None] = {}
     for loop in loops:
         body = [ops[i] for b in loop.blocks for i in range(graph.blocks[b].first, graph.blocks[b].last + 1)]
         written = {r for op in body for r in op.defs if not any(m.touch is Touch.LOAD for m in op.memory)}
-        quiet = sum(bool(op.memory) for op in body) == 1
         for op in body:
-            if any(_may_poll(op, written, quiet) for _ in op.memory[:1]):
+            if any(_may_poll(op, written) for _ in op.memory[:1]):
                 found[op.index] = None
+    for index in _instructions(graph):
+        if ops[index].defs and any(m.touch is Touch.ATOMIC for m in ops[index].memory):
+            found[index] = None
     return list(found)
 
 
-def _may_poll(op: Op, written: set[int], quiet: bool) -> bool:
+def _may_poll(op: Op, written: set[int]) -> bool:
     access = op.memory[0]
     if not op.defs:
         return False
-    if access.touch is Touch.LOAD:
-        return access.strong or not written.intersection(access.address)
-    # A counter that hands out work ends loops as well; a lock or a flag is exchanged, compared, or read alone.
-    exchanged = ".CAS" in op.opcode or ".EXCH" in op.opcode
-    return access.touch is Touch.ATOMIC and (exchanged or quiet)
+    return access.touch is Touch.LOAD and (access.strong or not written.intersection(access.address))
 
 
-def find_polls(graph: Graph, loops: Sequence[Loop], polls: Mapping[int, int], values: Values) -> list[Poll]:
-    """For each candidate the smallest loop around it that it can end."""
+def find_polls(
+    ops: Sequence[Op], graph: Graph, loops: Sequence[Loop], polls: Mapping[int, int], values: Values
+) -> list[Poll]:
+    """For each candidate the smallest loop around it that it can end.
+
+    An atomic that hands out work ends loops as well. A flag is exchanged or compared, or is all that the loop touches.
+    """
     found: list[Poll] = []
     holder = {
         i: n for n, block in enumerate(graph.blocks) for i in range(block.first, block.last + 1)
     }  # fmt: skip
     for load, bit in polls.items():
         for loop in loops:
-            if holder[load] in loop.blocks and _ends(graph, loop, bit, values):
+            if holder[load] in loop.blocks and _waits(ops, graph, load, loop) and _ends(graph, loop, bit, values):
                 found.append(Poll(load, loop, bit))
                 break
     return found
+
+
+def _waits(ops: Sequence[Op], graph: Graph, load: int, loop: Loop) -> bool:
+    op = ops[load]
+    if op.memory[0].touch is not Touch.ATOMIC or ".CAS" in op.opcode or ".EXCH" in op.opcode:
+        return True
+    inside = [i for b in loop.blocks for i in range(graph.blocks[b].first, graph.blocks[b].last + 1)]
+    return sum(bool(ops[i].memory) for i in inside) == 1
+
+
+def find_tickets(
+    ops: Sequence[Op], polls: Sequence[Poll], candidates: Mapping[int, int], values: Values
+) -> list[Ticket]:
+    """Atomics that are no polls and decide a branch."""
+    flags = {p.load for p in polls}
+    decided = 0
+    for bits in values.conditions.values():
+        decided |= bits
+    return [
+        Ticket(index, bit)
+        for index, bit in candidates.items()
+        if index not in flags and decided & bit and ops[index].memory[0].touch is Touch.ATOMIC
+    ]
 
 
 def _ends(graph: Graph, loop: Loop, bit: int, values: Values) -> bool:
@@ -99,9 +140,16 @@ def _ends(graph: Graph, loop: Loop, bit: int, values: Values) -> bool:
     return False
 
 
-def order(ops: Sequence[Op], graph: Graph, polls: Sequence[Poll], values: Values, origins: Origins) -> Order:
+def order(
+    ops: Sequence[Op],
+    graph: Graph,
+    polls: Sequence[Poll],
+    tickets: Sequence[Ticket],
+    values: Values,
+    origins: Origins,
+) -> Order:
     """Run to the fixed point; the state has few values, so this is linear in practice."""
-    bits = {p.load: p.bit for p in polls}
+    bits = {**{p.load: p.bit for p in polls}, **{t.atomic: t.bit for t in tickets}}
     above = dominators(graph)
     before_waits = _before_all_waits(ops, graph, above)
     by_thread = {
@@ -109,14 +157,13 @@ def order(ops: Sequence[Op], graph: Graph, polls: Sequence[Poll], values: Values
     }  # fmt: skip
     rank = {block: n for n, block in enumerate(graph.order)}
     heads = {n for n in graph.order if any(rank.get(p, -1) >= rank[n] for p in graph.blocks[n].predecessors)}
-    outs: dict[int, tuple[Level, Level, int]] = {}
+    walk = _Walk(ops, bits, values, origins, before_waits)
+    outs: dict[int, State] = {}
     changed = True
     while changed:
         changed = False
         for number in graph.order:
-            state = _join(number, graph, outs, above, by_thread, heads)
-            for at in range(graph.blocks[number].first, graph.blocks[number].last + 1):
-                state = _after(ops[at], state, bits, values, origins, at in before_waits)
+            state = walk.through(graph.blocks[number], _join(number, graph, outs, above, by_thread, heads))[-1]
             if outs.get(number) != state:
                 outs[number] = state
                 changed = True
@@ -125,12 +172,11 @@ def order(ops: Sequence[Op], graph: Graph, polls: Sequence[Poll], values: Values
     waits = _follows(graph, {i for i in _instructions(graph) if ops[i].effect is Effect.WAIT})
     later_polls = _follows(graph, flags)
     for number in graph.order:
-        state = _join(number, graph, outs, above, by_thread, heads)
         block = graph.blocks[number]
+        states = walk.through(block, _join(number, graph, outs, above, by_thread, heads))
         wait, poll = waits[number], later_polls[number]
-        for at in range(block.first, block.last + 1):
+        for at, state in zip(range(block.first, block.last + 1), states, strict=False):
             result.levels[at], result.unacquired[at] = state[0], state[2]
-            state = _after(ops[at], state, bits, values, origins, at in before_waits)
         for at in range(block.last, block.first - 1, -1):
             wait, poll = wait or ops[at].effect is Effect.WAIT, poll or at in flags
             result.wait_follows[at], result.poll_follows[at] = wait, poll
@@ -140,12 +186,12 @@ def order(ops: Sequence[Op], graph: Graph, polls: Sequence[Poll], values: Values
 def _join(
     number: int,
     graph: Graph,
-    outs: Mapping[int, tuple[Level, Level, int]],
+    outs: Mapping[int, State],
     above: Mapping[int, int],
     by_thread: set[int],
     heads: set[int],
-) -> tuple[Level, Level, int]:
-    """(this thread, some thread of the CTA, unacquired polls) at a block's start."""
+) -> State:
+    """The state at a block's start."""
     incoming = [outs[p] for p in graph.blocks[number].predecessors if p in outs]
     if number == graph.order[0]:
         incoming.append((Level.NONE, Level.NONE, 0))
@@ -160,35 +206,63 @@ def _join(
     return min(s[0] for s in incoming), pick(s[1] for s in incoming), unacquired
 
 
-def _after(
-    op: Op, state: tuple[Level, Level, int], polls: Mapping[int, int], values: Values, origins: Origins, early: bool
-) -> tuple[Level, Level, int]:
-    each, some, unacquired = state
-    if early and op.effect in (Effect.CTA_BARRIER, Effect.SYNC):
-        return state
-    if op.effect is Effect.WAIT:
-        if not op.guarded:
-            return Level.WAITED, Level.WAITED, unacquired
-        return each, Level.WAITED if values.conditions.get(op.index, 0) == origins.thread else some, unacquired
-    if op.guarded and op.effect is not Effect.ACQUIRE:
-        return each, some, unacquired | polls.get(op.index, 0)
-    if op.effect is Effect.CTA_BARRIER:
-        return max(each, some, Level.BARRIER), max(some, Level.BARRIER), unacquired
-    if op.effect is Effect.SYNC:
-        return max(each, Level.BARRIER), max(some, Level.BARRIER), unacquired
-    if op.effect is Effect.ACQUIRE and not op.guarded:
-        return each, some, 0
-    return each, some, unacquired | polls.get(op.index, 0)
+class _Walk:
+    """What instructions do to the state."""
+
+    def __init__(
+        self, ops: Sequence[Op], flags: Mapping[int, int], values: Values, origins: Origins, before_waits: set[int]
+    ) -> None:
+        self.ops = ops
+        self.flags = flags
+        self.values = values
+        self.thread = origins.thread
+        self.before_waits = before_waits
+
+    def through(self, block: Block, state: State) -> list[State]:
+        """The state before each instruction of a block, and after the last."""
+        states = [state]
+        guarded: dict[str, int] = {}
+        for at in range(block.first, block.last + 1):
+            op = self.ops[at]
+            each, some, unacquired = state
+            if op.effect is Effect.ACQUIRE:
+                # A guarded acquire serves what was read under the same guard.
+                unacquired &= ~guarded.pop(op.guard, 0) if op.guarded else 0
+            elif op.effect is not Effect.NONE and at not in self.before_waits:
+                each, some = self._ordered(op, each, some)
+            flag = self.flags.get(at, 0)
+            if flag and (op.effect is not Effect.ACQUIRE or op.guarded):
+                if op.guarded and not unacquired & flag:
+                    guarded[op.guard] = guarded.get(op.guard, 0) | flag
+                unacquired |= flag
+            if op.predicate_defs and guarded:
+                guarded = {}
+            state = (each, some, unacquired)
+            states.append(state)
+        return states
+
+    def _ordered(self, op: Op, each: Level, some: Level) -> tuple[Level, Level]:
+        if op.effect is Effect.WAIT:
+            if not op.guarded:
+                return Level.WAITED, Level.WAITED
+            return each, Level.WAITED if self.values.conditions.get(op.index, 0) == self.thread else some
+        if op.guarded:
+            return each, some
+        if op.effect is Effect.CTA_BARRIER:
+            return max(each, some, Level.BARRIER), max(some, Level.BARRIER)
+        return max(each, Level.BARRIER), max(some, Level.BARRIER)
 
 
 def _before_all_waits(ops: Sequence[Op], graph: Graph, above: Mapping[int, int]) -> set[int]:
     """Barriers that every thread passes before its first wait: whoever arrives there has not waited."""
     common: set[int] | None = None
+    found = 0
     for number in graph.order:
         block = graph.blocks[number]
         first = next((i for i in range(block.first, block.last + 1) if ops[i].effect is Effect.WAIT), None)
-        if first is None:
+        if first is None or found == _MANY_WAITS:
             continue
+        found += 1
         passed = set(range(block.first, first))
         at = number
         while above[at] != at:

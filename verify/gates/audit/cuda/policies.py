@@ -47,4 +47,6 @@ def of_opcode(opcode: str) -> list[str]:
         found.append("prefetch_evict_last")
     if opcode.startswith("CCTL") and "DML2" in modifiers:
         found.append("applypriority")
-    return found
+    if "L2::evict_last" in modifiers and not opcode.startswith("createpolicy"):
+        found.append("prefetch_evict_last")
+    return found + [f"l1_{m.removeprefix('L1::')}" for m in modifiers if m.startswith("L1::")]

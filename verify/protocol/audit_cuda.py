@@ -149,9 +149,15 @@ def _unordered(facts: Facts, touches: Sequence[str], *, follows: bool) -> Iterat
     if not _dependent(facts) or not facts.get("waits"):
         return
     for row in _accesses(facts):
-        unordered = row["order"] == "none" and row["wait_follows"] == follows
+        unordered = row["order"] in ("none", "poll") and row["wait_follows"] == follows and not _mailbox(row)
         if unordered and row["touch"] in touches and row["via"] != "unknown" and not _constant(row):
             yield row
+
+
+def _mailbox(row: Facts) -> bool:
+    """Reads of memory that peers write, ordered by its own flag: the poll itself, or what stands behind it."""
+    ordered = row["order"] == "poll" or (row["poll"] == "flag" and row["strong"])
+    return ordered and row["touch"] in _LOADS and set(row["roles"]) == {"workspace"}
 
 
 def _load_above_wait(facts: Facts) -> Iterator[Seen]:
@@ -178,7 +184,9 @@ def _wait_missing(facts: Facts) -> Iterator[Seen]:
         for row in _unordered(facts, (*_LOADS, *_STORES), follows=False):
             yield Seen(f"{_describe(row)} on a path without a wait", wait, _at(row))
         return
-    rows = [r for r in _accesses(facts) if not _constant(r) and not r["touch"].startswith("prefetch")]
+    rows = [
+        r for r in _accesses(facts) if not _constant(r) and not _mailbox(r) and not r["touch"].startswith("prefetch")
+    ]
     if rows:
         yield Seen(f"no wait in the kernel; first {_describe(rows[0])}", wait, _at(rows[0]))
 

@@ -288,6 +288,32 @@ def mailbox_after_poll(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out
 
 
 @cute.kernel
+def mailbox_above_wait(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, n: Int32):
+    """A dependent launch polls its peers' mailbox before it waits for its predecessor: honest."""
+    t = thread()
+    seen = Int32(0)
+    while seen == 0:
+        seen = _relaxed(flag)
+    cute.arch.fence_acq_rel_sys()
+    letter = at(flag, n)[t + 128]
+    wait()
+    at(out, n)[t] = Float32(letter) + at(x, n)[t]
+
+
+@cute.kernel
+def activation_behind_mailbox(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, n: Int32):
+    """The peers' flag says nothing about what the predecessor on this GPU writes."""
+    t = thread()
+    seen = Int32(0)
+    while seen == 0:
+        seen = _relaxed(flag)
+    cute.arch.fence_acq_rel_sys()
+    letter = at(x, n)[t]
+    wait()
+    at(out, n)[t] = letter
+
+
+@cute.kernel
 def load_inside_poll(flag: cute.Pointer, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer, n: Int32):
     t = thread()
     seen = Int32(0)
@@ -521,6 +547,8 @@ CASES: dict[str, tuple[dict[str, object], str | None]] = {
     "poll_then_load": ({"pdl": False}, "audit.load_after_relaxed_poll"),
     "poll_fence_load": ({"pdl": False}, None),
     "poll_acquire_load": ({"pdl": False}, None),
+    "mailbox_above_wait": ({}, None),
+    "activation_behind_mailbox": ({}, "audit.load_above_wait"),
     "load_inside_poll": ({"pdl": False}, "audit.load_after_relaxed_poll"),
     "poll_moved_load": ({"pdl": False}, "audit.load_above_poll"),
     "poll_fenced_load": ({"pdl": False}, None),

@@ -169,7 +169,7 @@ def _accesses(
                 "params": names,
                 "roles": roles,
                 "strong": access.strong,
-                "order": ordered.levels.get(index, ordering.Level.NONE).name.lower(),
+                "order": _level(index, ordered, by_ticket),
                 "wait_follows": ordered.wait_follows.get(index, False),
                 "poll": _place_of(index, loads, inside, ordered, by_ticket),
             }
@@ -178,6 +178,14 @@ def _accesses(
             if len(group["at"]) < _PLACES:
                 group["at"].append(kernel.place(index))
     return list(groups.values())
+
+
+def _level(index: int, ordered: ordering.Order, by_ticket: int) -> str:
+    """`waited`, `barrier`, `none`; or `poll`: no wait, but every path has passed a poll and an acquire."""
+    level = ordered.levels.get(index, ordering.Level.NONE)
+    if level is not ordering.Level.WAITED and ordered.acquired.get(index, 0) & ~by_ticket:
+        return "poll"
+    return level.name.lower()
 
 
 def _place_of(index: int, loads: set[int], inside: set[int], ordered: ordering.Order, by_ticket: int) -> str | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from verify.gates.audit.cuda.flow import Block, Graph, Loop, dominators
 from verify.gates.audit.cuda.ops import Effect, Op, Touch
@@ -49,8 +50,20 @@ class Ticket:
 _MANY_WAITS = 64
 """More are not looked at, which errs on the side of a finding."""
 
-State = tuple[Level, Level, int]
-"""(this thread's level, that of some thread of the CTA, flags that were read and not acquired)."""
+
+class State(NamedTuple):
+    """What holds at a point of a thread's path."""
+
+    each: Level
+    """This thread's level."""
+    some: Level
+    """The level of some thread of the CTA."""
+    unacquired: int
+    """Flags that were read on some path and not acquired since."""
+    read: int
+    """Flags that were read on every path."""
+    acquired: int
+    """Flags that were read and then acquired on every path."""
 
 
 @dataclass
@@ -60,6 +73,8 @@ class Order:
     levels: dict[int, Level] = field(default_factory=dict)
     unacquired: dict[int, int] = field(default_factory=dict)
     """Polls (bit set) that have been read on some path without an acquire after."""
+    acquired: dict[int, int] = field(default_factory=dict)
+    """Polls that have been passed and acquired on every path."""
     wait_follows: dict[int, bool] = field(default_factory=dict)
     """Whether a wait can still be reached."""
     poll_follows: dict[int, bool] = field(default_factory=dict)
@@ -176,7 +191,7 @@ def order(
         states = walk.through(block, _join(number, graph, outs, above, by_thread, heads))
         wait, poll = waits[number], later_polls[number]
         for at, state in zip(range(block.first, block.last + 1), states, strict=False):
-            result.levels[at], result.unacquired[at] = state[0], state[2]
+            result.levels[at], result.unacquired[at], result.acquired[at] = state.each, state.unacquired, state.acquired
         for at in range(block.last, block.first - 1, -1):
             wait, poll = wait or ops[at].effect is Effect.WAIT, poll or at in flags
             result.wait_follows[at], result.poll_follows[at] = wait, poll
@@ -194,16 +209,19 @@ def _join(
     """The state at a block's start."""
     incoming = [outs[p] for p in graph.blocks[number].predecessors if p in outs]
     if number == graph.order[0]:
-        incoming.append((Level.NONE, Level.NONE, 0))
+        incoming.append(State(Level.NONE, Level.NONE, 0, 0, 0))
     if not incoming:
-        return Level.WAITED, Level.WAITED, 0
-    unacquired = 0
+        return State(Level.WAITED, Level.WAITED, 0, -1, -1)
+    unacquired, read, acquired = 0, -1, -1
     for state in incoming:
-        unacquired |= state[2]
+        unacquired |= state.unacquired
+        read &= state.read
+        acquired &= state.acquired
     # Behind a branch on the thread index, some threads took each side. A loop's head also joins with its own end.
     divides = above.get(number) in by_thread and number not in heads
     pick = max if divides else min
-    return min(s[0] for s in incoming), pick(s[1] for s in incoming), unacquired
+    each, some = min(s.each for s in incoming), pick(s.some for s in incoming)
+    return State(each, some, unacquired, read, acquired)
 
 
 class _Walk:
@@ -224,10 +242,11 @@ class _Walk:
         guarded: dict[str, int] = {}
         for at in range(block.first, block.last + 1):
             op = self.ops[at]
-            each, some, unacquired = state
+            each, some, unacquired, read, acquired = state
             if op.effect is Effect.ACQUIRE:
                 # A guarded acquire serves what was read under the same guard.
                 unacquired &= ~guarded.pop(op.guard, 0) if op.guarded else 0
+                acquired |= 0 if op.guarded else read
             elif op.effect is not Effect.NONE and at not in self.before_waits:
                 each, some = self._ordered(op, each, some)
             flag = self.flags.get(at, 0)
@@ -237,7 +256,10 @@ class _Walk:
                 unacquired |= flag
             if op.predicate_defs and guarded:
                 guarded = {}
-            state = (each, some, unacquired)
+            if flag and not op.guarded:
+                read |= flag
+                acquired |= flag if op.effect is Effect.ACQUIRE else 0
+            state = State(each, some, unacquired, read, acquired)
             states.append(state)
         return states
 

@@ -19,7 +19,7 @@ from harness.records import Outcome
 from k3_backend.aot.manifest import Artifact
 from tests.hostile.kernels.faults import FAULTS, PLAIN, Fault
 from verify.context import Arms
-from verify.evaluator import execute
+from verify.evaluator import device
 from verify.evaluator.contention import Competitors
 from verify.evaluator.inputs import Case, kinds
 from verify.evaluator.plan import Planned, from_json
@@ -90,7 +90,7 @@ def test_a_dying_kernel_is_a_crash(built: Built, tmp_path: Path, name: str) -> N
 
 def test_a_hanging_kernel_is_a_timeout(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that never returns and keeps the gate waiting."""
-    monkeypatch.setattr(execute, "CALL_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(device, "CALL_TIMEOUT_S", 3.0)
     fault = next(f for f in FAULTS if f.name == "hang")
     with started(*built, tmp_path) as running, pytest.raises(WorkerTimeout) as caught:
         line_of(running, fault_case(fault))

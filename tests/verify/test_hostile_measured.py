@@ -11,7 +11,7 @@ from harness.records import GateResult, Outcome
 from tests.hostile.kernels.faults import FAULTS
 from tests.hostile.make import Expected, expectations, make_commit
 from verify.context import GateContext
-from verify.evaluator import execute
+from verify.evaluator import device, execute
 from verify.gates import audit, build, kernels, path, scope
 
 _REASON = sandbox.unavailable()
@@ -50,7 +50,7 @@ def codes(result: GateResult) -> set[str]:
 @pytest.mark.parametrize("expected", [e for e in expectations() if e.gate == "kernels"], ids=lambda e: e.id)
 def test_the_kernels_gate_stops_it(plain: Bench, expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong kernel that is admitted, or refused without its reason."""
-    monkeypatch.setattr(execute, "CALL_TIMEOUT_S", 8.0)
+    monkeypatch.setattr(device, "CALL_TIMEOUT_S", 8.0)
     result = kernels.run(admitted(plain, make_commit(plain.repo, plain.base, expected.id)))
     assert result.outcome is Outcome.FAILED
     assert codes(result) & {expected.code, ALSO.get(expected.id, "")}

@@ -1,6 +1,6 @@
 """Guarded placement of one op call's tensors in the shared buffer, and what must be unchanged afterwards.
 
-Every tensor gets a red zone of at least `GUARD_BYTES` on each side, filled with a secret pattern; outputs and
+Every tensor gets a red zone on each side, filled with a secret pattern; outputs and
 everything the call does not own are filled with poison. Two kinds of poison exist and each case is run with both: `nan`
 (any read that matters turns results into NaN) and `finite` (a write of NaN or of a remembered value shows). The module
 sees writes inside the shared buffer only; a wild write elsewhere shows as a crash, if at all.
@@ -15,13 +15,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from verify.evaluator.worker import SharedBuffer
+from verify.evaluator.memory import SharedBuffer
 from verify.workers.shared import ALIGNMENT, View
 
 __all__ = ["GUARD_BYTES", "Arena", "Poison", "Touched", "poison"]
 
 GUARD_BYTES = 4096
-"""Red zone on each side of a tensor: a page, so that an overrun by a row of the small geometries stays inside it."""
+"""Red zone on each side of a tensor where the device names no other."""
 
 Poison = Literal["nan", "finite"]
 
@@ -44,7 +44,7 @@ def poison(kind: Poison, nbytes: int, rng: np.random.Generator) -> npt.NDArray[n
 class Touched:
     """Bytes that changed although the call does not own them."""
 
-    kind: Literal["out_of_bounds_write", "input_changed", "unowned_state_changed"]
+    kind: Literal["out_of_bounds_write", "input_changed", "unowned_state_changed", "workspace_not_zeroed"]
     tensor: str
     """The tensor changed, or the nearest tensor of a red zone."""
     offset: int
@@ -64,7 +64,7 @@ class _Slot:
     """Which rows must keep `content` through the call, over flattened leading dimensions; None: all of it."""
     content: npt.NDArray[np.uint8] | None = None
     """Bytes before the call; None for tensors without a must-not-change part."""
-    kind: Literal["input_changed", "unowned_state_changed"] = "input_changed"
+    kind: Literal["input_changed", "unowned_state_changed", "workspace_not_zeroed"] = "input_changed"
 
 
 @dataclass
@@ -75,25 +75,27 @@ class Arena:
         buffer: where to place them; reset by the owner between cases.
         layout: (name, dtype, shape) in placement order.
         rng: source of secret patterns; seeded from the operating system by the caller.
+        guard_bytes: red zone on each side of a tensor.
     """
 
     buffer: SharedBuffer
     layout: Sequence[tuple[str, str, tuple[int, ...]]]
     rng: np.random.Generator
+    guard_bytes: int = GUARD_BYTES
     _slots: dict[str, _Slot] = field(default_factory=dict, init=False)
     _zones: list[tuple[int, int, str, str]] = field(default_factory=list, init=False)
     """(start, end, tensor before, tensor after) of each red zone."""
     _zone_bytes: list[npt.NDArray[np.uint8]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        before, start = "", self.buffer.alloc(GUARD_BYTES)
+        before, start = "", self.buffer.alloc(self.guard_bytes)
         for name, dtype, shape in self.layout:
             view = self.buffer.view(dtype, shape)
             self._zones.append((start, view.offset, before, name))
             self._slots[name] = _Slot(view)
             before, start = name, view.offset + view.nbytes
             # From the last byte of the tensor on, so that one element too many is seen whatever the alignment.
-            self.buffer.alloc(GUARD_BYTES + start % ALIGNMENT, alignment=1)
+            self.buffer.alloc(self.guard_bytes + start % ALIGNMENT, alignment=1)
         self._zones.append((start, self.buffer.used, before, ""))
 
     def views(self) -> dict[str, View]:
@@ -142,6 +144,14 @@ class Arena:
         self._bytes(name)[:] = pattern
         self._slots[name].content = None
         return pattern
+
+    def put_scratch(self, name: str, kind: Poison | None) -> None:
+        """Fill a workspace with poison, or with zeros that must be back after the call if `kind` is null."""
+        slot = self._slots[name]
+        self._bytes(name)[:] = 0 if kind is None else poison(kind, slot.view.nbytes, self.rng)
+        slot.content, slot.fixed, slot.kind = None, None, "workspace_not_zeroed"
+        if kind is None:
+            slot.content = self._bytes(name).copy()
 
     def touched(self) -> list[Touched]:
         """Everything that changed since the fill although the call does not own it."""

@@ -1,10 +1,10 @@
-"""Run one secret case of one op in a worker and measure everything that the kernels protocol decides on.
+"""Run one secret case of one op on a device and measure everything that the kernels protocol decides on.
 
 Sequence of a case, all at the same addresses: first call among NaN poison; second call with the same inputs among
 finite poison; replay with one changed element and replay with all contents changed (outputs keep the previous results,
-so a call that returns remembered ones shows); and, with more than one thread, the first inputs again under random
-delays of the workers. Reference and standard path run here, on clean copies that the worker never sees. Deciding is
-`verify.protocol.kernels`.
+so a call that returns remembered ones shows); then the first inputs again, as often as the device has ways of
+disturbing or repeating a call. Reference and standard path run here, on clean copies that the worker never sees.
+Deciding is `verify.protocol.kernels`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,16 @@ from torch import Tensor
 
 from k3_backend.ops.registry import reference, standard
 from verify.evaluator.buffers import Arena, Poison
+from verify.evaluator.client import Client
 from verify.evaluator.compare import Errors, compare_choice, compare_values, spread, weights_of_choice
+from verify.evaluator.device import Device, HostDevice, Layout, Refused
 from verify.evaluator.inputs import Call, Case, make, nudge
-from verify.evaluator.worker import Worker
 from verify.protocol.kernels import tolerance
 
-__all__ = ["CALL_TIMEOUT_S", "Expected", "expect", "measure", "run_case"]
-
-CALL_TIMEOUT_S = 20.0
-"""Deadline of one call of one op; honest calls take milliseconds even on a busy machine."""
+__all__ = ["Expected", "expect", "measure", "run_case", "run_on"]
 
 NUDGED_ROWS = 32
 """Cases up to this many rows also run with a single changed element (each run needs the reference once more)."""
-
-LATE_RUNS = 3
-"""Runs with random delays of the workers, each with other delays."""
 
 _ROW_DIMS = {"state": 2}
 """Tensors whose rows are matrices."""
@@ -56,17 +51,39 @@ class Expected:
     """The same from the standard path, in the tensors' own formats."""
 
 
-def expect(call: Call) -> Expected:
-    """Reference and standard results of a call, reduced to what the call writes."""
-    maths = reference(call.case.op)
-    want, exact = maths(call.tensors, call.attrs), maths(call.tensors, call.attrs, rounding=False)
-    copies = {name: None if t is None else t.clone() for name, t in call.tensors.items()}
-    usual = dict(standard(call.case.op)(copies, call.attrs))
+_HOST = torch.device("cpu")
+
+
+def expect(call: Call, reference_at: torch.device = _HOST, standard_at: torch.device = _HOST) -> Expected:
+    """Reference and standard results of a call, reduced to what the call writes.
+
+    Args:
+        call: clean inputs, on the host.
+        reference_at: where the reference is computed; all results come back there.
+        standard_at: where the standard path runs.
+    """
+    maths, path = reference(call.case.op), standard(call.case.op)
+    with _factories(reference_at):
+        tensors = _moved(call.tensors, reference_at)
+        want, exact = maths(tensors, call.attrs), maths(tensors, call.attrs, rounding=False)
+    with _factories(standard_at):
+        copies = {name: None if t is None else t.clone() for name, t in _moved(call.tensors, standard_at).items()}
+        usual = dict(path(copies, call.attrs))
     for name in call.masks.written:
         state = copies[name]
         assert state is not None
         usual[name] = state
+    usual = {name: value.to(reference_at) for name, value in usual.items()}
     return Expected(_written(call, want), _written(call, exact), _written(call, usual))
+
+
+def _factories(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Tensors that are made from nothing are made there: ops do not name the device of their inputs everywhere."""
+    return contextlib.nullcontext() if device.type == "cpu" else device
+
+
+def _moved(tensors: Mapping[str, Tensor | None], device: torch.device) -> dict[str, Tensor | None]:
+    return {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _written(call: Call, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -74,7 +91,7 @@ def _written(call: Call, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
     kept = {name: results[name] for name in call.outputs}
     for name, rows in call.masks.written.items():
         if rows.any():
-            kept[name] = results[name][rows]
+            kept[name] = results[name][rows.to(results[name].device)]
     return kept
 
 
@@ -99,10 +116,11 @@ def measure(
 
 def _value_row(name: str, got: Tensor, expected: Expected, run: str) -> dict[str, Any]:
     want, dims = expected.reference[name], _ROW_DIMS.get(name, 1)
+    dtype, got = got.dtype, got.to(want.device)
     ours, usual, exact = (
         compare_values(value, want, row_dims=dims) for value in (got, expected.standard[name], expected.exact[name])
     )
-    return _row(name, got.dtype, run, spread(want), {"candidate": ours, "standard": usual, "rounding": exact})
+    return _row(name, dtype, run, spread(want), {"candidate": ours, "standard": usual, "rounding": exact})
 
 
 def _row(name: str, dtype: torch.dtype, run: str, varies: float, errors: Mapping[str, Errors]) -> dict[str, Any]:
@@ -148,17 +166,21 @@ Load = Callable[[], contextlib.AbstractContextManager[object]]
 class _Run:
     """The state of one case while it runs."""
 
-    worker: Worker
+    device: Device
     arena: Arena
     call: Call
     expected: Expected
     line: dict[str, Any]
     load: Load
+    zeroed: Mapping[str, bool]
+    """Workspace -> whether it must be zero between calls."""
     poison: dict[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
 
     def fill(self, call: Call, kind: Poison, *, outputs: bool) -> None:
         """Place a call's contents. Without `outputs` the previous results stay where they are."""
         self.arena.paint(kind)
+        for name, zeroed in self.zeroed.items():
+            self.arena.put_scratch(name, None if zeroed else kind)
         for spec in call.spec.tensors:
             if spec.role == "output":
                 if outputs:
@@ -178,21 +200,24 @@ class _Run:
     def replay(self, run: str, handle: int, *, scratch: int | None) -> dict[str, Tensor]:
         """Run the bound call; record what it touched; return what it wrote."""
         with self.load():
-            answer = self.worker.call("op.replay", timeout_s=CALL_TIMEOUT_S, handle=handle, scratch=scratch)
-        self.event(run, "denormals_off", "", condition=not answer.get("denormals"))
+            for code in self.device.run(handle, run, scratch):
+                self.event(run, code, "", condition=True)
         for hit in self.arena.touched():
             self.line["events"].append({**hit.record(), "run": run})
+        self.line["runs"].append(run)
         return self.results(self.call)
 
     def results(self, call: Call) -> dict[str, Tensor]:
         """Copies of outputs and written state rows."""
-        found = {}
-        for name in call.outputs:
-            found[name] = _tensor(self.arena.array(name), call.outputs[name][0]).clone()
-        for name, rows in call.masks.written.items():
-            if rows.any():
-                found[name] = _tensor(self.arena.array(name), call.spec.tensor(name).dtype)[rows]
-        return found
+        names = [*call.outputs, *(name for name, rows in call.masks.written.items() if rows.any())]
+        views = self.arena.views()
+        return self.owned(call, {name: as_tensor(self.arena.array(name), views[name].dtype) for name in names})
+
+    @staticmethod
+    def owned(call: Call, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of what the call writes of these tensors: outputs whole, states in their written rows."""
+        written = call.masks.written
+        return {name: tensor[written[name]] if name in written else tensor.clone() for name, tensor in tensors.items()}
 
     def event(self, run: str, code: str, tensor: str, *, condition: bool) -> None:
         if condition:
@@ -212,82 +237,77 @@ class _Run:
 
 
 def run_case(
-    worker: Worker, case: Case, rng: np.random.Generator, line: dict[str, Any], load: Load = contextlib.nullcontext
+    worker: Client, case: Case, rng: np.random.Generator, line: dict[str, Any], load: Load = contextlib.nullcontext
+) -> None:
+    """`run_on` a worker of this host."""
+    run_on(HostDevice(worker), case, rng, line, load)
+
+
+def run_on(
+    device: Device, case: Case, rng: np.random.Generator, line: dict[str, Any], load: Load = contextlib.nullcontext
 ) -> None:
     """Run a case and fill its raw line in place, so that what was seen before a crash is kept.
 
     Args:
-        worker: with the candidate's objects loaded.
+        device: with the candidate's objects loaded.
         case: what to run.
         rng: source of poison and red-zone patterns.
-        line: has `kind`, `id` and the case's fields; gets `values`, `choices`, `events` and, if the launcher does not
-            take the call, `refused`.
+        line: has `kind`, `id` and the case's fields; gets `values`, `choices`, `events`, `runs` and, if the launcher
+            does not take the call, `refused`.
         load: context in which the calls run, such as other processes that keep the CPUs busy.
 
     Raises:
         WorkerFailure: the worker crashed, hung, or the kernel returned an error; recorded by the caller.
     """
-    line |= {"values": [], "choices": [], "events": [], "refused": None}
+    line |= {"values": [], "choices": [], "events": [], "runs": [], "replays": 0, "refused": None}
     call, other = make(case), make(case, "changed")
-    expected = expect(call)
     line |= {"attrs": dict(call.attrs), "inputs_sha256": _digest(call)}
-    worker.call("op.release", timeout_s=CALL_TIMEOUT_S)
-    worker.buffer.reset()
-    run = _Run(worker, Arena(worker.buffer, _layout(call), rng), call, expected, line, load)
-    bound = _bind(run, jitter=None)
-    if bound is None:
-        return
-    tasks = worker.tasks()
+    try:
+        _run_calls(device, call, other, rng, line, load)
+    except Refused as refusal:
+        line["refused"] = str(refusal)
+
+
+def _run_calls(
+    device: Device, call: Call, other: Call, rng: np.random.Generator, line: dict[str, Any], load: Load
+) -> None:
+    def expected_of(one: Call) -> Expected:
+        return expect(one, device.reference_at, device.standard_at(one.case.op))
+
+    scratch = device.begin(call, _layout(call))
+    expected = expected_of(call)
+    device.buffer.reset()
+    layout = [*_layout(call), *((s.name, s.dtype, (s.elements,)) for s in scratch)]
+    arena = Arena(device.buffer, layout, rng, device.guard_bytes)
+    run = _Run(device, arena, call, expected, line, load, {s.name: s.zeroed for s in scratch})
+    bound = device.bind(call, arena.views())
+    line["tunables"] = dict(bound.tunables)
+    tasks = device.tasks()
 
     run.fill(call, "nan", outputs=True)
-    first = run.replay("first", bound, scratch=0xFF)
+    first = run.replay("first", bound.handle, scratch=0xFF)
     run.unwritten("first")
     run.compare("first", call, expected, first)
 
     run.fill(call, "finite", outputs=True)
-    again = run.replay("again", bound, scratch=0x3C)
+    again = run.replay("again", bound.handle, scratch=0x3C)
     _same_bits(run, "again", first, again)
 
-    nudged = nudge(call) if case.rows <= NUDGED_ROWS else None
+    nudged = nudge(call) if call.case.rows <= NUDGED_ROWS else None
     if nudged is not None:
-        _changed_replay(run, "nudged", nudged, expect(nudged), bound)
-    _changed_replay(run, "changed", other, expect(other), bound)
-    run.event("changed", "threads_left", "", condition=bool(worker.tasks() - tasks))
+        _changed_replay(run, "nudged", nudged, expected_of(nudged), bound.handle)
+    _changed_replay(run, "changed", other, expected_of(other), bound.handle)
+    run.event("changed", "threads_left", "", condition=bool(device.tasks() - tasks))
 
-    if case.threads > 1:
-        _late_runs(run, call, first, int(rng.integers(1 << 31)))
-
-
-def _late_runs(run: _Run, call: Call, first: Mapping[str, Tensor], seed: int) -> None:
-    """The first inputs again while the workers arrive late, each time otherwise."""
     run.call = call
-    late = _bind(run, jitter=seed)
-    if late is None:
-        return
-    for _ in range(LATE_RUNS):
+    for name, handle in device.disturbed(call, arena.views(), bound, int(rng.integers(1 << 31))):
         run.fill(call, "nan", outputs=True)
-        _same_bits(run, "late", first, run.replay("late", late, scratch=None))
-
-
-def _bind(run: _Run, jitter: int | None) -> int | None:
-    """Handle of the bound call, or None if the launcher refuses it (recorded)."""
-    views = {name: view.to_json() for name, view in run.arena.views().items()}
-    case = run.call.case
-    answer = run.worker.call(
-        "op.bind",
-        timeout_s=CALL_TIMEOUT_S,
-        op=case.op,
-        tensors=views,
-        attrs=dict(run.call.attrs),
-        rows=case.rows,
-        threads=case.threads,
-        jitter=jitter,
-    )
-    if "refused" in answer:
-        run.line["refused"] = str(answer["refused"])
-        return None
-    run.line["tunables"] = answer["tunables"]
-    return int(answer["handle"])
+        _same_bits(run, name, first, run.replay(name, handle, scratch=None))
+    run.fill(call, "nan", outputs=True)
+    owned = {name: arena.views()[name] for name in first}
+    for found in device.repeated(bound, owned):
+        line["replays"] += 1
+        _same_bits(run, "replayed", first, run.owned(call, found))
 
 
 def _changed_replay(run: _Run, name: str, call: Call, expected: Expected, handle: int) -> None:
@@ -318,7 +338,7 @@ def _same_bits(run: _Run, name: str, before: Mapping[str, Tensor], after: Mappin
         run.event(name, "nondeterministic", tensor, condition=not same)
 
 
-def _layout(call: Call) -> list[tuple[str, str, tuple[int, ...]]]:
+def _layout(call: Call) -> Layout:
     layout = []
     for spec in call.spec.tensors:
         if spec.role == "output":
@@ -345,8 +365,8 @@ def _bits(tensor: Tensor) -> npt.NDArray[Any]:
     return tensor.contiguous().numpy()
 
 
-def _tensor(array: npt.NDArray[Any], dtype: str) -> Tensor:
-    """A shared array as a tensor over the same memory; uint16 bits as bf16."""
+def as_tensor(array: npt.NDArray[Any], dtype: str) -> Tensor:
+    """An array as a tensor over the same memory; uint16 bits as bf16."""
     if dtype == "bf16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

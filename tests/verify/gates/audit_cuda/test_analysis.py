@@ -88,6 +88,29 @@ def test_barrier_before_every_wait_proves_nothing(tmp_path: Path) -> None:
     assert rows(found, "LDG.E")[0]["order"] == "none"
 
 
+def test_barrier_in_one_arm_before_every_wait(tmp_path: Path) -> None:
+    """Cluster or CTA barrier, chosen by launch: neither has a waiter, though neither dominates the wait."""
+    found = facts(
+        tmp_path,
+        f"""
+        @P0 BRA `(.L_x_1)
+        UCGABAR_ARV
+        UCGABAR_WAIT
+        BRA `(.L_x_2)
+        .L_x_1:
+        BAR.SYNC.DEFER_BLOCKING 0x0
+        .L_x_2:
+        @P1 BRA `(.L_x_3)
+        ACQBULK
+        EXIT
+        .L_x_3:
+        {LOAD_A}
+        EXIT
+        """,
+    )
+    assert rows(found, "LDG.E")[0]["order"] == "none"
+
+
 def test_barrier_behind_one_warps_wait_orders_the_cta(tmp_path: Path) -> None:
     """griddepcontrol.wait makes writes visible to the grid; the CTA barrier passes that on."""
     body = "S2R R0, SR_TID.X\nISETP.GT.U32.AND P0, PT, R0, 0x1f, PT\n@P0 BRA `(.L_x_1)\nACQBULK\n.L_x_1:\n"

@@ -234,6 +234,11 @@ def _effect(op: Op, ins: Instruction, base: str, modifiers: list[str]) -> None:
         op.effect = Effect.CTA_BARRIER if whole else Effect.SYNC
     elif base == "UCGABAR_WAIT" or (base == "SYNCS" and "PHASECHK" in modifiers):
         op.effect = Effect.SYNC
+    if base == "BAR":
+        first = ins.operands[0] if ins.operands else "0x0"
+        op.barrier = first if _NUMBER.match(first) else "*"
+    elif base.startswith("UCGABAR"):
+        op.barrier = "cluster"
     special = next((o for o in ins.operands if o.startswith("SR_")), "")
     if special.startswith(isa.CLOCKS):
         notes.append("clock")

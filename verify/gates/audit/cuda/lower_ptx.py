@@ -261,7 +261,10 @@ def _effect(op: Op, statement: Statement, parts: list[str]) -> None:
         or (parts[0] in ("ld", "atom") and bool({"acquire", "acq_rel"} & set(parts)) and wide)
     ):
         op.effect = Effect.ACQUIRE
-    elif parts[0] in ("bar", "barrier") and "cluster" not in parts and ("sync" in parts or "red" in parts):
+    if parts[0] in ("bar", "barrier"):
+        first = statement.operands[0] if statement.operands else "0"
+        op.barrier = "cluster" if "cluster" in parts else first if first.isdecimal() else "*"
+    if parts[0] in ("bar", "barrier") and "cluster" not in parts and ("sync" in parts or "red" in parts):
         op.effect = Effect.CTA_BARRIER if statement.operands in (("0",), ("%0",)) else Effect.SYNC
     elif opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait", "barrier.cluster.wait")):
         op.effect = Effect.SYNC

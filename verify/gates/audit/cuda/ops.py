@@ -122,6 +122,8 @@ class Op:
     condition: tuple[int, ...] = ()
     """Predicates that decide a branch or exit."""
     effect: Effect = Effect.NONE
+    barrier: str = ""
+    """Name of the CTA or cluster barrier at which the thread arrives or waits; `*` if its number is computed."""
     memory: tuple[Memory, ...] = ()
     reads_shared: bool = False
     writes_shared: bool = False

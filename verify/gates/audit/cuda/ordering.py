@@ -55,7 +55,9 @@ class State(NamedTuple):
     """What holds at a point of a thread's path."""
 
     each: Level
-    """This thread's level."""
+    """This thread's level on the path that orders least."""
+    best: Level
+    """This thread's level on the path that orders most."""
     some: Level
     """The level of some thread of the CTA."""
     unacquired: int
@@ -166,13 +168,13 @@ def order(
     """Run to the fixed point; the state has few values, so this is linear in practice."""
     bits = {**{p.load: p.bit for p in polls}, **{t.atomic: t.bit for t in tickets}}
     above = dominators(graph)
-    before_waits = _before_all_waits(ops, graph, above)
+    idle = _before_all_waits(ops, graph, above) | _barriers_without_waiters(ops, graph)
     by_thread = {
         n for n in graph.order if values.conditions.get(graph.blocks[n].last, 0) == origins.thread
     }  # fmt: skip
     rank = {block: n for n, block in enumerate(graph.order)}
     heads = {n for n in graph.order if any(rank.get(p, -1) >= rank[n] for p in graph.blocks[n].predecessors)}
-    walk = _Walk(ops, bits, values, origins, before_waits)
+    walk = _Walk(ops, bits, values, origins, idle)
     outs: dict[int, State] = {}
     changed = True
     while changed:
@@ -191,7 +193,11 @@ def order(
         states = walk.through(block, _join(number, graph, outs, above, by_thread, heads))
         wait, poll = waits[number], later_polls[number]
         for at, state in zip(range(block.first, block.last + 1), states, strict=False):
-            result.levels[at], result.unacquired[at], result.acquired[at] = state.each, state.unacquired, state.acquired
+            # Loops over tiles may be empty as far as the code says. A path around their barriers is no proof of a
+            # fault, so such a place counts as ordered by a barrier: not proven, not refuted.
+            skipped = state.each is Level.NONE and state.best is Level.BARRIER
+            result.levels[at] = Level.BARRIER if skipped else state.each
+            result.unacquired[at], result.acquired[at] = state.unacquired, state.acquired
         for at in range(block.last, block.first - 1, -1):
             wait, poll = wait or ops[at].effect is Effect.WAIT, poll or at in flags
             result.wait_follows[at], result.poll_follows[at] = wait, poll
@@ -209,9 +215,9 @@ def _join(
     """The state at a block's start."""
     incoming = [outs[p] for p in graph.blocks[number].predecessors if p in outs]
     if number == graph.order[0]:
-        incoming.append(State(Level.NONE, Level.NONE, 0, 0, 0))
+        incoming.append(State(Level.NONE, Level.NONE, Level.NONE, 0, 0, 0))
     if not incoming:
-        return State(Level.WAITED, Level.WAITED, 0, -1, -1)
+        return State(Level.WAITED, Level.NONE, Level.WAITED, 0, -1, -1)
     unacquired, read, acquired = 0, -1, -1
     for state in incoming:
         unacquired |= state.unacquired
@@ -221,20 +227,20 @@ def _join(
     divides = above.get(number) in by_thread and number not in heads
     pick = max if divides else min
     each, some = min(s.each for s in incoming), pick(s.some for s in incoming)
-    return State(each, some, unacquired, read, acquired)
+    return State(each, max(s.best for s in incoming), some, unacquired, read, acquired)
 
 
 class _Walk:
     """What instructions do to the state."""
 
     def __init__(
-        self, ops: Sequence[Op], flags: Mapping[int, int], values: Values, origins: Origins, before_waits: set[int]
+        self, ops: Sequence[Op], flags: Mapping[int, int], values: Values, origins: Origins, idle: set[int]
     ) -> None:
         self.ops = ops
         self.flags = flags
         self.values = values
         self.thread = origins.thread
-        self.before_waits = before_waits
+        self.idle = idle
 
     def through(self, block: Block, state: State) -> list[State]:
         """The state before each instruction of a block, and after the last."""
@@ -242,12 +248,13 @@ class _Walk:
         guarded: dict[str, int] = {}
         for at in range(block.first, block.last + 1):
             op = self.ops[at]
-            each, some, unacquired, read, acquired = state
+            each, best, some, unacquired, read, acquired = state
             if op.effect is Effect.ACQUIRE:
                 # A guarded acquire serves what was read under the same guard.
                 unacquired &= ~guarded.pop(op.guard, 0) if op.guarded else 0
                 acquired |= 0 if op.guarded else read
-            elif op.effect is not Effect.NONE and at not in self.before_waits:
+            elif op.effect is not Effect.NONE and (at not in self.idle or op.effect is Effect.WAIT):
+                best = max(best, self._ordered(op, best, some)[0])
                 each, some = self._ordered(op, each, some)
             flag = self.flags.get(at, 0)
             if flag and (op.effect is not Effect.ACQUIRE or op.guarded):
@@ -259,7 +266,7 @@ class _Walk:
             if flag and not op.guarded:
                 read |= flag
                 acquired |= flag if op.effect is Effect.ACQUIRE else 0
-            state = State(each, some, unacquired, read, acquired)
+            state = State(each, best, some, unacquired, read, acquired)
             states.append(state)
         return states
 
@@ -292,6 +299,31 @@ def _before_all_waits(ops: Sequence[Op], graph: Graph, above: Mapping[int, int])
             passed.update(range(graph.blocks[at].first, graph.blocks[at].last + 1))
         common = passed if common is None else common & passed
     return common or set()
+
+
+def _barriers_without_waiters(ops: Sequence[Op], graph: Graph) -> set[int]:
+    """CTA and cluster barriers at which no thread arrives after a wait: passing one says nothing about waiters."""
+    blocks = graph.blocks
+    behind: set[int] = set()
+    work: list[int] = []
+    for number in graph.order:
+        inside = range(blocks[number].first, blocks[number].last + 1)
+        first = next((i for i in inside if ops[i].effect is Effect.WAIT), None)
+        if first is not None:
+            behind.update(range(first, blocks[number].last + 1))
+            work.extend(blocks[number].successors)
+    seen: set[int] = set()
+    while work:
+        number = work.pop()
+        if number not in seen:
+            seen.add(number)
+            behind.update(range(blocks[number].first, blocks[number].last + 1))
+            work.extend(blocks[number].successors)
+    named = [i for i in _instructions(graph) if ops[i].barrier]
+    reached = {ops[i].barrier for i in named if i in behind}
+    if "*" in reached:
+        return set()
+    return {i for i in named if ops[i].barrier not in reached and ops[i].barrier != "*"}
 
 
 def _instructions(graph: Graph) -> Iterator[int]:

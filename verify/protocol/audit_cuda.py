@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verify.protocol.decision import Finding
+from verify.protocol.decision import Finding, OutcomeWord
 
-__all__ = ["CODES", "LIMITS", "PROTOCOL_ID", "RULES", "UNPROVEN", "Limits", "Rule", "Seen", "judge", "judge_kernel"]
+__all__ = [
+    "CODES", "LIMITS", "PROTOCOL_ID", "RULES", "UNPROVEN", "Limits", "Rule", "Seen", "judge", "judge_kernel", "outcome",
+]  # fmt: skip
 
 PROTOCOL_ID = "audit-cuda/1"
 
@@ -92,6 +94,8 @@ class Limits:
 LIMITS: Mapping[str, Limits] = {"sm_90": Limits(), "sm_100": Limits(), "sm_103": Limits()}
 """By architecture without its suffix; the three have equal figures."""
 
+_CODE_FACTS = ("accesses", "polls", "cache_policies", "sleeps_outside_polls", "notes", "classes", "waits")
+"""What is known of a kernel whose code was read."""
 _LOADS = ("load", "copy_in", "unknown")
 _STORES = ("store", "atomic", "copy_out", "discard")
 _HARMLESS_POLICIES = frozenset({
@@ -101,12 +105,20 @@ _HARMLESS_POLICIES = frozenset({
 """Hints that make data leave a cache earlier, or not later, than without them."""
 
 
-def judge(facts: Sequence[Facts], where: str, next_step: str) -> list[Finding]:
-    """Every violated rule of every kernel of a file."""
-    return [finding for kernel in facts for finding in judge_kernel(kernel, where, next_step)]
+def outcome(findings: Sequence[Finding]) -> OutcomeWord:
+    """Failed on any fault; inconclusive where the audit could not establish something; passed otherwise."""
+    if any(finding.code not in UNPROVEN for finding in findings):
+        return "failed"
+    return "inconclusive" if findings else "passed"
 
 
-def judge_kernel(facts: Facts, where: str, next_step: str) -> list[Finding]:
+def judge(facts: Facts | Sequence[Facts], where: str = "", next_step: str = "") -> list[Finding]:
+    """Every violated rule of every kernel of a file (or of one kernel)."""
+    kernels = [facts] if isinstance(facts, Mapping) else facts
+    return [finding for kernel in kernels for finding in judge_kernel(kernel, where, next_step)]
+
+
+def judge_kernel(facts: Facts, where: str = "", next_step: str = "") -> list[Finding]:
     """Every violated rule of one kernel; see `RULES`."""
     if facts["malformed"] is not None:
         expected = "a cubin as ptxas writes it, with the kernel that the launch descriptor names"
@@ -114,7 +126,8 @@ def judge_kernel(facts: Facts, where: str, next_step: str) -> list[Finding]:
     findings = []
     for rule in RULES:
         for seen in rule.check(facts):
-            place = f"{where}: {facts['kernel']}" + (f" at {seen.at}" if seen.at else "")
+            place = ": ".join(part for part in (where, facts["kernel"]) if part)
+            place += f" at {seen.at}" if seen.at else ""
             findings.append(Finding(rule.code, f"{CODES[rule.code]}: {seen.what}", place, seen.expected, next_step))
     return findings
 
@@ -382,6 +395,9 @@ def _parameter_table(facts: Facts) -> Iterator[Seen]:
 def _not_evaluated(facts: Facts) -> Iterator[Seen]:
     for gap in facts["unevaluated"]:
         yield Seen(f"{gap['what']}: {gap['why']}", "code that the audit understands in full", gap["at"])
+    absent = [name for name in _CODE_FACTS if name not in facts]
+    if absent and not facts["unevaluated"]:
+        yield Seen(f"facts: {', '.join(absent)} not recorded", "facts of the whole kernel")
     if facts["claims"] and _limits(facts) is None:
         yield Seen(f"occupancy: no figures for {facts['arch']}", f"one of {', '.join(LIMITS)}")
 

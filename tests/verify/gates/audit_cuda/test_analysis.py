@@ -187,6 +187,29 @@ def test_unknown_memory_instruction_is_reported(tmp_path: Path) -> None:
     assert "audit.load_above_wait" in {f.code for f in judge_kernel(found, "k", "n")}
 
 
+def test_poll_through_predicate_logic(tmp_path: Path) -> None:
+    """A loop's end may be decided by predicates that were combined, or packed into a register and back."""
+    logic = "ISETP.NE.AND P1, PT, R0, RZ, PT\nPLOP3.LUT P0, PT, P1, P2, PT, 0xf8, 0x8f"
+    packed = "ISETP.NE.AND P1, PT, R0, RZ, PT\nP2R R7, PR, RZ, 0x7f\nR2P PR, R7, 0x7f"
+    for middle in (logic, packed):
+        found = facts(
+            tmp_path,
+            f"LDC.64 R2, c[0x0][0x380]\n.L_x_0:\nLDG.E.STRONG.SYS R0, desc[UR4][R2.64]\n{middle}\n"
+            "@!P0 BRA `(.L_x_0)\nEXIT",
+        )
+        assert len(found["polls"]) == 1
+
+
+def test_indexed_parameter_may_be_any(tmp_path: Path) -> None:
+    """A computed offset in the constant bank reaches every parameter, wherever it starts."""
+    for start in ("0x380", "0x100"):
+        found = facts(
+            tmp_path,
+            f"LDC.64 R2, c[0x0][R9+{start}]\nLDC.64 R4, c[0x0][0x388]\nLDG.E R0, desc[UR4][R2.64]\nEXIT",
+        )
+        assert rows(found, "LDG.E")[0]["params"] == ["param0", "param1"]
+
+
 def test_local_window_is_not_global_memory(tmp_path: Path) -> None:
     """Generic stores to the stack are no stores before the wait."""
     found = facts(tmp_path, "LDCU.64 UR4, c[0x0][0x2f8]\nMOV R2, UR4\nMOV R3, UR5\nST.E [R2.64], R9\nACQBULK\nEXIT")

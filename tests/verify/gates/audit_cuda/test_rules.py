@@ -9,7 +9,7 @@ import pytest
 
 from tests.verify.gates.audit_cuda.conftest import PARAMS, Built, claims
 from verify.gates.audit.cuda import inspect_cubin
-from verify.protocol.audit_cuda import LIMITS, judge_kernel
+from verify.protocol.audit_cuda import LIMITS, judge, judge_kernel, outcome
 
 
 def codes(facts: dict[str, Any]) -> list[str]:
@@ -85,6 +85,21 @@ def test_claimed_polling(built: Built) -> None:
     argument = "flag and data are one 32-bit word, read in one access"
     assert codes(built.facts("poll_data_in_flag", polling=argument)) == []
     assert "audit.load_after_relaxed_poll" in codes(built.facts("poll_then_load", polling=argument))
+
+
+def test_outcome_words(built: Built) -> None:
+    """A gap is no pass, and no fault either."""
+    passed = judge(built.facts("weights_above_wait"))
+    gap = judge([built.facts("role_without_wait")])
+    failed = judge([built.facts("role_without_wait"), built.facts("no_wait")])
+    assert [outcome(found) for found in (passed, gap, failed)] == ["passed", "inconclusive", "failed"]
+
+
+def test_missing_facts_are_no_pass(built: Built) -> None:
+    """Stored lines from which accesses were cut decide nothing."""
+    for name in ("accesses", "polls", "cache_policies", "waits"):
+        cut = {key: value for key, value in built.facts("weights_above_wait").items() if key != name}
+        assert "audit.not_evaluated" in codes(cut)
 
 
 def test_device_state_and_unknown_call(built: Built) -> None:

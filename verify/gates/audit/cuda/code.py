@@ -109,13 +109,16 @@ def _notes(kernel: _Kernel) -> dict[str, list[str]]:
 
 
 def _sleeps(kernel: _Kernel, polls: Sequence[ordering.Poll]) -> list[str]:
+    sleeps = [i for i in kernel.reachable if "sleep" in kernel.ops[i].notes]
+    if not sleeps:
+        return []
     retries = [
         loop
         for loop in kernel.loops
         if any(kernel.ops[i].opcode.startswith(_TENSOR_MEMORY_RETRY) for i in kernel.inside([loop]))
     ]
     inside = kernel.inside([*(p.loop for p in polls), *retries[:1]])
-    return [kernel.place(i) for i in kernel.reachable if "sleep" in kernel.ops[i].notes and i not in inside][:_PLACES]
+    return [kernel.place(i) for i in sleeps if i not in inside][:_PLACES]
 
 
 def _polls(kernel: _Kernel, polls: Sequence[ordering.Poll], ordered: ordering.Order) -> list[Facts]:

@@ -27,6 +27,7 @@ _COMPUTED = {
     "MOV": "mov", "UMOV": "mov", "R2UR": "mov", "UIADD3": "add", "IADD3": "add", "VIADD": "add", "UVIADD": "add",
     "ULOP3": "lop3", "LOP3": "lop3", "USHF": "shf", "SHF": "shf", "ULEA": "lea", "LEA": "lea",
 }  # fmt: skip
+_PREDICATES = tuple(range(PREDICATES, PREDICATES + 8)) + tuple(range(PREDICATES + 16, PREDICATES + 24))
 _CARRIES = frozenset({"IADD3", "UIADD3", "LEA", "ULEA", "IMAD", "UIMAD", "VIADD", "UVIADD", "IADD", "LOP3", "ULOP3"})
 _SWITCHES = frozenset({"BRX", "BRXU", "JMX", "JMXU"})
 _LABELS_IN_PASSING = frozenset({"BSSY", "LEPC", "ULEPC", "MOV", "UMOV", "IMAD", "RET", "BSYNC", "BMOV"})
@@ -71,7 +72,9 @@ def _registers(op: Op, ins: Instruction, base: str, modifiers: list[str]) -> Non
     defs: list[int] = []
     at = 0
     if base not in isa.NO_RESULT or base.endswith(("SETP", "SETP2", "PLOP3")) or base in ("SYNCS", "FCHK", "R2P"):
-        while at < len(operands) and _PREDICATE.match(operands[at]):
+        # Comparisons have two results; the predicates behind them are inputs.
+        most = 2 if base.endswith(("SETP", "SETP2", "PLOP3")) else 1
+        while at < min(most, len(operands)) and _PREDICATE.match(operands[at]):
             predicate_defs += _all_registers(operands[at])
             at += 1
     if base not in isa.NO_RESULT and at < len(operands):
@@ -89,9 +92,12 @@ def _registers(op: Op, ins: Instruction, base: str, modifiers: list[str]) -> Non
             at += 1
     sources = operands[at:]
     text = " , ".join(sources)
+    if base in ("R2P", "UR2UP"):
+        predicate_defs += _PREDICATES
     op.defs = tuple(defs)
     op.predicate_defs = tuple(predicate_defs)
-    op.uses = tuple(dict.fromkeys([*guards, *_all_registers(text)]))
+    packed = _PREDICATES if base in ("P2R", "UP2UR") else ()
+    op.uses = tuple(dict.fromkeys([*guards, *_all_registers(text), *packed]))
     op.constants = tuple(_constants(text, modifiers))
     op.condition = tuple(guards)
     if base in _COMPUTED and len(defs) >= 1:

@@ -45,8 +45,8 @@ class Program:
         """Meaning of the bits of a value."""
         return Origins(len(self.slots))
 
-    def constant(self, constant: Constant) -> Value:
-        """Origin of a read of constant memory."""
+    def constant(self, constant: Constant, index: int) -> Value:
+        """Origin of a read of constant memory, given the origins of the registers that take part in its offset."""
         origins = self.origins
         if constant.bank == Constant.UNKNOWN:
             return origins.unknown, None
@@ -56,8 +56,12 @@ class Program:
             return origins.module, None
         if constant.bank != 0:
             return 0, None
-        if self.base is None or (constant.indexed and constant.offset + constant.size >= self.base):
+        if self.base is None:
             return origins.parameters, None
+        if constant.indexed:
+            # ptxas looks up launch geometry by cluster size below the parameters; any other index may reach them.
+            below = constant.offset < self.base and index == origins.launch
+            return (origins.driver, None) if below else (origins.parameters, None)
         if constant.offset < self.base:
             return origins.driver, 0
         bits = 0

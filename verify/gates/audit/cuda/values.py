@@ -106,10 +106,10 @@ def trace(
     ops: Sequence[Op],
     graph: Graph,
     origins: Origins,
-    constant: Callable[[Constant], Value],
+    constant: Callable[[Constant, int], Value],
     polls: Mapping[int, int],
     predicates: int,
-    budget: int = 4_000_000,
+    budget: int = 24_000_000,
 ) -> Values:
     """Run to the fixed point.
 
@@ -117,7 +117,7 @@ def trace(
         ops: the whole listing.
         graph: reachable part.
         origins: meaning of bits.
-        constant: value of a read of constant memory.
+        constant: value of a read of constant memory, given the origins of its index.
         polls: instruction -> bit that marks its result.
         predicates: registers from this number on are predicates.
         budget: bound on executed instruction steps.
@@ -200,7 +200,7 @@ class _Analysis:
         self,
         ops: Sequence[Op],
         origins: Origins,
-        constant: Callable[[Constant], Value],
+        constant: Callable[[Constant, int], Value],
         polls: Mapping[int, int],
         predicates: int,
     ) -> None:
@@ -242,7 +242,7 @@ class _Analysis:
             bits |= origin
         number: int | None = None
         for constant in op.constants:
-            value = self.constant(constant)
+            value = self.constant(constant, bits)
             bits |= value[0]
             if len(op.constants) == 1 and not op.uses:
                 number = value[1]
@@ -314,7 +314,7 @@ class _Analysis:
             bits |= value[0]
             number = value[1] if place == 0 else number
         for constant in constants:
-            bits |= self.constant(constant)[0]
+            bits |= self.constant(constant, bits)[0]
         return bits, number
 
     def _record(self, op: Op, state: State, result: Values) -> None:

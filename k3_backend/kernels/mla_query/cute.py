@@ -150,11 +150,10 @@ def _query_rows(
     barriers = cute.arch.get_dyn_smem(Int64, alignment=128)
     exchanged = barriers + plan.stages
     shared = barriers.toint()
-    tile_bytes = 2 * plan.tile * plan.q_lora
     if thread == 0:
         for i in cutlass.range_constexpr(plan.stages + plan.exchanges):
             cute.arch.mbarrier_init(barriers + i, 1)
-            expected = tile_bytes if i < plan.stages else plan.exchange_bytes
+            expected = plan.tile_bytes if i < plan.stages else plan.exchange_bytes
             cute.arch.mbarrier_arrive_and_expect_tx(barriers + i, expected)
     cute.arch.mbarrier_init_fence()
     cute.arch.cluster_arrive_relaxed()
@@ -165,32 +164,26 @@ def _query_rows(
     cute.arch.cluster_wait()
     cute.arch.griddepcontrol_wait()
 
+    pitch = plan.q_lora if plan.form == NORMED else plan.proj_row
+    first_warp = cute.arch.warp_idx() == 0
     if cutlass.const_expr(plan.form == DIRECT):
-        q_a = load_pieces(source, rows, plan)
-        _normalise_tile(shared, q_a, norm, Int32(0), eps, plan)
+        _normalise_tile(shared, load_pieces(source, rows, plan), norm, Int32(0), eps, plan)
+    elif first_warp:
+        for i in cutlass.range_constexpr(plan.stages):
+            if i < tiles:
+                multicast_tile(shared, source, pitch, rows, Int32(i), rank, plan)
+    if cutlass.const_expr(not plan.looped):
+        if cutlass.const_expr(plan.form != DIRECT):
+            _await_tile(shared, barriers, norm, Int32(0), eps, plan)
         multiply(shared, fragments(shared, Int32(0), plan), weights, Int32(0), plan)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         finish_rows(shared, query, rows, Int32(0), head, rank, plan)
-        absorption = absorption_weights(shared, plan)
-        cute.arch.mbarrier_wait(exchanged, 0)
-        absorb(shared, query, absorption, rows, Int32(0), head, rank, plan)
+        _absorb_tile(shared, exchanged, query, rows, Int32(0), head, rank, plan)
     else:
-        pitch = plan.q_lora if plan.form == NORMED else plan.proj_row
-        first_warp = cute.arch.warp_idx() == 0
-        if first_warp:
-            for i in cutlass.range_constexpr(plan.stages):
-                if i < tiles:
-                    multicast_tile(shared, source, pitch, rows, Int32(i), rank, plan)
         for tile in cutlass.range(tiles, unroll=1):
-            full = barriers + tile % plan.stages
-            cute.arch.mbarrier_wait(full, tile // plan.stages % 2)
-            if thread == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
-            if cutlass.const_expr(plan.form == SHARED):
-                _normalise_tile(shared, shared_pieces(shared, tile, plan), norm, tile, eps, plan)
-            a = fragments(shared, tile, plan)
-            multiply(shared, a, weights, tile % plan.partials, plan)
+            _await_tile(shared, barriers, norm, tile, eps, plan)
+            multiply(shared, fragments(shared, tile, plan), weights, tile % plan.partials, plan)
             if cutlass.const_expr(plan.form == SHARED):
                 cute.arch.fence_proxy("async.shared", space="cta")  # c is overwritten by a bulk copy
             cute.arch.cp_async_wait_group(0)
@@ -226,13 +219,28 @@ def _request_weights(
         weights.append([load_weight_16b(source + 32 * chunk) for chunk in range(plan.chunks)])
     pieces = plan.latents // 8
     absorption = w_uk_t + (head * plan.nope * plan.kv_lora + rank * plan.latents)
-    for step in cutlass.range_constexpr(plan.nope * pieces // plan.threads):
+    for step in cutlass.range_constexpr(-(-plan.nope * pieces // plan.threads)):
         index = thread + plan.threads * step
         n, piece = index // pieces, index % pieces
-        target = shared + plan.absorb_at + n * (2 * plan.latents) + 16 * place(n, piece)
-        copy_16b(target, absorption + (n * plan.kv_lora + 8 * piece))
+        if n < plan.nope:
+            target = shared + plan.absorb_at + n * (2 * plan.latents) + 16 * place(n, piece)
+            copy_16b(target, absorption + (n * plan.kv_lora + 8 * piece))
     cute.arch.cp_async_commit_group()
     return weights
+
+
+@cute.jit
+def _await_tile(
+    shared: Int32, barriers: cute.Pointer, norm: tuple, tile: Int32, eps: Float32, plan: cutlass.Constexpr
+) -> None:
+    """Waits for the tile's q_a or c in shared memory, and normalises what is not yet."""
+    thread, _, _ = cute.arch.thread_idx()
+    full = barriers + tile % plan.stages
+    cute.arch.mbarrier_wait(full, tile // plan.stages % 2)
+    if cutlass.const_expr(plan.looped) and thread == 0:
+        cute.arch.mbarrier_arrive_and_expect_tx(full, plan.tile_bytes)
+    if cutlass.const_expr(plan.form == SHARED):
+        _normalise_tile(shared, shared_pieces(shared, tile, plan), norm, tile, eps, plan)
 
 
 @cute.jit
@@ -260,7 +268,7 @@ def _absorb_tile(
     weights = absorption_weights(shared, plan)
     barrier = exchanged + tile % plan.exchanges
     cute.arch.mbarrier_wait(barrier, tile // plan.exchanges % 2)
-    if thread == 0:
+    if cutlass.const_expr(plan.looped) and thread == 0:
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, plan.exchange_bytes)
     absorb(shared, query, weights, rows, tile, head, rank, plan)
 
@@ -279,7 +287,8 @@ def variant(choices: Choices) -> Variant:
         "block": plan.threads, "constants": {"plan": plan}, "cluster": plan.cluster, "shared": plan.shared_bytes,
         "min_ctas_per_sm": choices["occupancy"],
     }  # fmt: skip
-    expects = ("tensor_core", "cluster", "async_copy") + (("bulk_copy",) if plan.looped else ())
+    expects = ("tensor_core", "cluster", "async_copy") + (("bulk_copy",) if form != DIRECT else ())
+    requires = () if plan.looped else (f"M <= {plan.tile}",)
     if form != NORMED:
         launch = Launch(
             name="mla_query",
@@ -291,7 +300,7 @@ def variant(choices: Choices) -> Variant:
             expects=expects,
             **common,
         )  # fmt: skip
-        return Variant((launch,), requires=() if plan.looped else (f"M <= {plan.tile}",))
+        return Variant((launch,), requires=requires)
     norm = Launch(
         name="mla_query_norm",
         kernel=mla_query_norm,
@@ -308,4 +317,4 @@ def variant(choices: Choices) -> Variant:
         expects=expects,
         **common,
     )
-    return Variant((norm, products), workspaces=(Workspace("c", "bf16", f"M * {plan.q_lora}"),))
+    return Variant((norm, products), workspaces=(Workspace("c", "bf16", f"M * {plan.q_lora}"),), requires=requires)

@@ -84,8 +84,8 @@ class Plan:
 
     @property
     def looped(self) -> bool:
-        """Whether a call may have more than one tile."""
-        return self.form != DIRECT
+        """Whether a call may have more than one tile: the next one's q_a needs a stage of its own."""
+        return self.stages > 1
 
     @property
     def exchanges(self) -> int:
@@ -101,6 +101,11 @@ class Plan:
     def exchange_bytes(self) -> int:
         """Bytes that a CTA receives per tile and exchange."""
         return 2 * self.tile * self.nope
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes that a CTA receives per tile and stage."""
+        return 2 * self.tile * self.q_lora
 
     @property
     def nope_pitch(self) -> int:

@@ -200,6 +200,47 @@ def test_poll_through_predicate_logic(tmp_path: Path) -> None:
         assert len(found["polls"]) == 1
 
 
+def test_poll_by_one_thread_for_the_cta(tmp_path: Path) -> None:
+    """One thread reads the flag and hands it on through shared memory."""
+    found = facts(
+        tmp_path,
+        """
+        LDC.64 R2, c[0x0][0x380]
+        .L_x_0:
+        @!P1 LDG.E.STRONG.SYS R0, desc[UR4][R2.64]
+        @!P1 STS [UR6], R0
+        BAR.SYNC.DEFER_BLOCKING 0x0
+        LDS R7, [UR6]
+        ISETP.NE.AND P0, PT, R7, RZ, PT
+        @!P0 BRA `(.L_x_0)
+        LDC.64 R4, c[0x0][0x388]
+        LDG.E R0, desc[UR4][R4.64]
+        EXIT
+        """,
+    )
+    assert len(found["polls"]) == 1
+    assert rows(found, "LDG.E")[0]["poll"] == "after"
+
+
+def test_guard_that_leaves_no_loop_is_no_poll(tmp_path: Path) -> None:
+    """A strong load that only guards a store inside a loop does not end it."""
+    found = facts(
+        tmp_path,
+        """
+        LDC.64 R2, c[0x0][0x380]
+        .L_x_0:
+        LDG.E.STRONG.SYS R0, desc[UR4][R2.64]
+        ISETP.NE.AND P0, PT, R0, RZ, PT
+        @P0 STG.E desc[UR4][R2.64], R9
+        IADD3 R8, PT, PT, R8, 0x1, RZ
+        ISETP.NE.AND P1, PT, R8, 0x10, PT
+        @P1 BRA `(.L_x_0)
+        EXIT
+        """,
+    )
+    assert found["polls"] == []
+
+
 def test_indexed_parameter_may_be_any(tmp_path: Path) -> None:
     """A computed offset in the constant bank reaches every parameter, wherever it starts."""
     for start in ("0x380", "0x100"):

@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from verify.gates.audit.cuda.flow import Block, Graph, Loop, dominators
-from verify.gates.audit.cuda.ops import Effect, Op, Touch
+from verify.gates.audit.cuda.ops import Effect, Flow, Op, Touch
 from verify.gates.audit.cuda.values import Origins, Values
 
 __all__ = ["Level", "Order", "Poll", "Ticket", "candidates", "find_polls", "find_tickets", "order"]
@@ -118,7 +118,7 @@ def find_polls(
     }  # fmt: skip
     for load, bit in polls.items():
         for loop in loops:
-            if holder[load] in loop.blocks and _waits(ops, graph, load, loop) and _ends(graph, loop, bit, values):
+            if holder[load] in loop.blocks and _waits(ops, graph, load, loop) and _ends(ops, graph, loop, bit, values):
                 found.append(Poll(load, loop, bit))
                 break
     return found
@@ -147,12 +147,12 @@ def find_tickets(
     ]
 
 
-def _ends(graph: Graph, loop: Loop, bit: int, values: Values) -> bool:
+def _ends(ops: Sequence[Op], graph: Graph, loop: Loop, bit: int, values: Values) -> bool:
     for number in loop.blocks:
         block = graph.blocks[number]
         leaves = any(s not in loop.blocks for s in block.successors) or not block.successors
         inside = range(block.first, block.last + 1)
-        if leaves and any(values.conditions.get(i, 0) & bit for i in inside):
+        if leaves and any(ops[i].flow is not Flow.NEXT and values.conditions.get(i, 0) & bit for i in inside):
             return True
     return False
 

@@ -210,6 +210,8 @@ class _Analysis:
         self.polls = polls
         self.predicates = predicates
         self.through_guards = sum(set(polls.values()))
+        self.not_stored = origins.thread | origins.launch | origins.driver
+        """What says nothing about a value that comes back from memory: another thread may have stored it."""
         self.through_predicates = self.through_guards | origins.thread | origins.launch | origins.driver
         self.cells = (0, 0)
         self.guards = {op.guard: op.condition[0] for op in ops if op.guard and op.condition}
@@ -297,13 +299,14 @@ class _Analysis:
 
     def _stored(self, op: Op, bits: int) -> None:
         shared, local = self.cells
+        bits &= ~self.not_stored
         if op.writes_shared:
-            shared |= bits & ~self.through_predicates
+            shared |= bits
         if op.writes_local:
-            local |= bits & ~self.through_predicates
+            local |= bits
         if any(m.generic and m.touch in (Touch.STORE, Touch.ATOMIC) for m in op.memory):
-            shared |= bits & ~self.through_predicates
-            local |= bits & ~self.through_predicates
+            shared |= bits
+            local |= bits
         self.cells = (shared, local)
 
     def _address(self, op: Op, registers: Sequence[int], constants: Sequence[Constant], state: State) -> Value:

@@ -41,6 +41,8 @@ class SandboxRunner:
     """SOURCE_DATE_EPOCH: another value in the second build exposes objects that depend on the date."""
     versions: dict[tuple[str, ...], subprocess.CompletedProcess[str]] = field(default_factory=dict)
     """Answers to `<tool> --version`, shared by the runners of one gate: every unit asks, the tools stay."""
+    readable: tuple[Path, ...] | None = None
+    """What the command may read; what g++ needs for the tree if null."""
 
     def __call__(self, argv: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         """Run one command; a timeout becomes status 124 with a message on stderr."""
@@ -62,7 +64,7 @@ class SandboxRunner:
         done = sandbox.run(
             argv,
             timeout_s=self.limits.seconds,
-            ro=read_only_inputs(self.kernels_dir),
+            ro=read_only_inputs(self.kernels_dir) if self.readable is None else self.readable,
             rw=[cwd],
             cwd=cwd,
             env={"SOURCE_DATE_EPOCH": str(self.epoch), "LC_ALL": "C"},

@@ -1,23 +1,37 @@
-"""`fasttrack audit`: hold compiled objects to the audit rules, this checkout's kernels or any shared object."""
+"""`fasttrack audit`: hold compiled code to the audit rules, this checkout's kernels or any file."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fasttrack.commands.artifacts import build_checkout
 from fasttrack.console import EXIT_FALLS_SHORT, EXIT_FINE, Json, Output
 from fasttrack.workspace import Workspace
 from harness.errors import FasttrackError
-from k3_backend.aot.build import build_all, specialised_ops
-from k3_backend.geometry import geometry
-from k3_backend.ops import OPS
+from k3_backend.aot.manifest import Artifact
 from verify.gates.audit import inspect
+from verify.gates.audit.cuda import inspect_file
+from verify.gates.audit.device import inspect_artifact
+from verify.protocol import audit_cuda
 from verify.protocol.audit import judge
+from verify.protocol.decision import Finding
 
 __all__ = ["register"]
+
+DEVICE_FILES = (".cubin", ".ptx", ".sass")
+
+
+@dataclass(frozen=True)
+class _Judged:
+    op: str
+    where: str
+    findings: list[Finding]
 
 
 def register(app: typer.Typer) -> None:
@@ -26,65 +40,64 @@ def register(app: typer.Typer) -> None:
 
 
 def audit(
-    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE…", help="Shared objects named <op>.so.")] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILE…", help="Shared objects named <op>.so, or .cubin, .ptx, .sass files of any origin."
+        ),
+    ] = None,
     target: Annotated[str, typer.Option(help="Target whose kernels are audited when no FILE is given.")] = "cpu",
-    arch: Annotated[str | None, typer.Option(help="Only this architecture level.")] = None,
-    op: Annotated[str | None, typer.Option(help="Only this op; for a FILE, the op it claims to be.")] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="One architecture: a level of the target, or sm_90a, sm_100a, sm_103a.")
+    ] = None,
+    op: Annotated[str | None, typer.Option(help="Only this op; for a shared object, the op it claims to be.")] = None,
+    constant: Annotated[
+        list[int] | None,
+        typer.Option(help="Index of a kernel parameter that no kernel writes; all others are activations."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Read machine code and report findings. Exit code: 0 none, 1 findings."""
     out, workspace = Output(json), Workspace.here()
     policy = workspace.settings.audit["cpu"].model_dump(mode="json")
-    objects = _given(files, op) if files else _built(workspace, target, arch, op)
-    rows, findings = [], []
-    for name, where, path in objects:
-        facts = inspect(path)
-        found = judge(facts, name, policy, where, f"objdump -d {path}")
-        rows.append((name, where, len(found)))
-        findings += found
-    out.table("objects", ("op", "object", "findings"), rows)
+    if files:
+        judged = [_file(path, op, constant or [], policy) for path in files]
+    else:
+        built = build_checkout(workspace, target, arch, op)
+        judged = [one for artifact in built for one in _artifact(artifact, policy)]
+    out.table("objects", ("op", "object", "findings"), [(j.op, j.where, len(j.findings)) for j in judged])
+    findings = [finding for one in judged for finding in one.findings]
     for f in findings:
         out.say(f"{f.code}: {f.message}; where: {f.where}; expected: {f.expected}; next: {f.next}")
-    columns = ("op", "object", "findings")
     out.document(
         {
-            "objects": [dict(zip(columns, row, strict=True)) for row in rows],
+            "objects": [{"op": j.op, "object": j.where, "findings": len(j.findings)} for j in judged],
             "findings": [vars(finding) for finding in findings],
         }
     )
     raise typer.Exit(EXIT_FALLS_SHORT if findings else EXIT_FINE)
 
 
-def _given(files: list[Path], op: str | None) -> list[tuple[str, str, Path]]:
-    for path in files:
-        if not os.path.isfile(path):
-            raise FasttrackError("no such file", where=str(path), expected="a shared object", next="fasttrack build")
-    return [(op or path.stem, str(path), path) for path in files]
+def _file(path: Path, op: str | None, constants: list[int], policy: dict[str, object]) -> _Judged:
+    if not os.path.isfile(path):
+        raise FasttrackError(
+            "no such file", where=str(path), expected="a shared object, .cubin, .ptx or .sass file",
+            next="fasttrack build",
+        )  # fmt: skip
+    if path.suffix in DEVICE_FILES:
+        facts = inspect_file(path, constants)
+        found = audit_cuda.judge(facts, str(path), f"nvdisasm -c -g {path}")
+        return _Judged(op or path.stem, str(path), found)
+    found = judge(inspect(path), op or path.stem, policy, str(path), f"objdump -d {path}")
+    return _Judged(op or path.stem, str(path), found)
 
 
-def _built(workspace: Workspace, target: str, arch: str | None, op: str | None) -> list[tuple[str, str, Path]]:
-    chosen = workspace.settings.target(target)
-    if chosen.device != "cpu":
-        raise FasttrackError(
-            f"target {target} is for device {chosen.device}, and this version has no kernels for it",
-            where="--target",
-            expected="a target with device cpu",
-            next="fasttrack targets",
-        )
-    if op is not None and op not in OPS:
-        raise FasttrackError(
-            f"unknown op {op!r}", where="--op", expected=f"one of {', '.join(OPS)}", next="fasttrack ops"
-        )
-    if arch is not None and arch not in chosen.archs:
-        raise FasttrackError(
-            f"{arch!r} is not an architecture of target {target}",
-            where="--arch",
-            expected=f"one of {', '.join(chosen.archs)}",
-            next="fasttrack targets",
-        )
-    found = []
-    for level in (arch,) if arch else chosen.archs:
-        ops = (op,) if op else specialised_ops()
-        built = build_all(ops, level, geometry(chosen.geometry), out_dir=workspace.cache / "artifacts")
-        found += [(a.op, f"{a.op}/{level}", a.object_path) for a in built.values()]
-    return found
+def _artifact(artifact: Artifact, policy: dict[str, object]) -> Iterator[_Judged]:
+    if artifact.device == "cuda":
+        for kernel in inspect_artifact(artifact):
+            next_step = f"nvdisasm -c -g {artifact.path / kernel.image}"
+            yield _Judged(artifact.op, kernel.where, audit_cuda.judge(kernel.facts, kernel.where, next_step))
+        return
+    where = f"{artifact.op}/{artifact.arch}"
+    found = judge(inspect(artifact.object_path), artifact.op, policy, where, f"objdump -d {artifact.object_path}")
+    yield _Judged(artifact.op, where, found)

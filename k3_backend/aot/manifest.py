@@ -73,6 +73,11 @@ class Artifact:
         return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
     @property
+    def name(self) -> str:
+        """What a candidate calls it: `<op>/<arch>`; on devices whose targets have several geometries, `/<geometry>`."""
+        return f"{self.op}/{self.arch}" + (f"/{self.geometry}" if self.device == "cuda" else "")
+
+    @property
     def object_path(self) -> Path:
         """The compiled object."""
         return self.path / f"{self.op}.so"

@@ -178,7 +178,7 @@ def _tunable(doc: _Text, name: str, table: object) -> Tunable:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The chosen tunables of one op on one geometry. Buckets with the same `when` are ascending and cover 1..max_rows."""
+    """The chosen tunables of one op on one geometry; buckets with the same `when` ascend and cover 1..max_rows."""
 
     op: str
     geometry: str
@@ -240,13 +240,13 @@ class Schedule:
         for index, table in enumerate(tables):
             when = {name: table[name] for name in (specialised or {}) if name in table}
             previous = next((b.max_rows for b in reversed(buckets) if b.when == when), 0)
-            where = partial(doc.key_in_bucket, index)
+            find = partial(doc.key_in_bucket, index)
             for name, value in when.items():
                 if value not in (specialised or {})[name]:
                     rule = f"one of {list((specialised or {})[name])}"
-                    raise _schedule_error(op, f"{name} = {value!r}", where(name), rule)
+                    raise _schedule_error(op, f"{name} = {value!r}", find(name), rule)
             rest = {name: value for name, value in table.items() if name not in when}
-            buckets.append(replace(_bucket(op, rest, tunables, previous, where), when=when))
+            buckets.append(replace(_bucket(op, rest, tunables, previous, find), when=when))
         return cls(op, geometry, tuple(tunables), tuple(buckets))
 
 

@@ -12,12 +12,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verify.protocol import audit_cuda
 from verify.protocol.decision import Decision, Finding, Line
 from verify.protocol.lines import as_finding, incomplete, last_attempt, of_kind
 
-__all__ = ["CODES", "FORBIDDEN_INSTRUCTIONS", "PROTOCOL_ID", "RULES", "SECTIONS", "Rule", "decide", "judge"]
+__all__ = [
+    "CODES",
+    "FORBIDDEN_INSTRUCTIONS",
+    "PROTOCOL_ID",
+    "PROTOCOL_IDS",
+    "RULES",
+    "SECTIONS",
+    "Rule",
+    "decide",
+    "judge",
+]
 
 PROTOCOL_ID = "audit-cpu/1"
+PROTOCOL_IDS = (PROTOCOL_ID, audit_cuda.PROTOCOL_ID)
+"""Of host objects, and of CUDA kernels, whose rules are in `audit_cuda`."""
 
 SECTIONS = frozenset({
     ".gnu.hash", ".hash", ".dynsym", ".dynstr", ".gnu.version", ".gnu.version_r", ".rela.dyn", ".rela.plt",
@@ -119,6 +132,8 @@ def decide(lines: Sequence[Line]) -> Decision:
     objects = of_kind(body, "object")
     if [o["digest"] for o in objects] != [o["digest"] for o in header["objects"]] or not objects:
         return incomplete("audit", f"{len(objects)} of {len(header['objects'])} objects are recorded")
+    if header["protocol"] == audit_cuda.PROTOCOL_ID:
+        return _decide_device(header, objects)
     findings = [
         finding
         for line in objects
@@ -130,6 +145,20 @@ def decide(lines: Sequence[Line]) -> Decision:
         return Decision("failed", findings, _metrics(objects))
     unread = [_unread(o, header) for o in objects if o["facts"]["instructions"] is None]
     return Decision("inconclusive" if unread else "passed", unread, _metrics(objects))
+
+
+def _decide_device(header: Line, objects: Sequence[Line]) -> Decision:
+    """CUDA artifacts: every kernel by the rules of `audit_cuda`; an artifact without kernels is no pass."""
+    empty = [f"{o['op']}/{o['arch']}" for o in objects if not o["kernels"]]
+    if empty:
+        return incomplete("audit", f"no kernels are recorded for {', '.join(empty)}")
+    kernels = [kernel for line in objects for kernel in line["kernels"]]
+    findings = [f for k in kernels for f in audit_cuda.judge_kernel(k["facts"], k["where"], header["next"])]
+    metrics: dict[str, dict[str, object]] = {
+        "objects": {"value": float(len(objects)), "unit": "objects"},
+        "kernels": {"value": float(len(kernels)), "unit": "kernels"},
+    }
+    return Decision(audit_cuda.outcome(findings), findings, metrics)
 
 
 def judge(facts: Facts, op: str, policy: Mapping[str, Any], where: str, next_step: str) -> list[Finding]:

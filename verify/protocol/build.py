@@ -21,7 +21,7 @@ CODES = {
     "build.not_reproducible": "two clean builds in different folders, at different times, gave different bytes",
     "build.op_removed": "the candidate drops the kernel of an op that the base has",
     "build.unknown_op": "a kernel folder that names no op",
-    "build.device": "this version builds no artifacts for the target's device",
+    "build.device": "the candidate has no kernel with a schedule for the target's device",
     "build.incomplete_record": "the raw lines do not hold a complete attempt",
     "build.environment": "the machine could not run the gate",
     "build.internal_error": "the gate itself failed",
@@ -55,7 +55,9 @@ def decide(lines: Sequence[Line]) -> Decision:
     ]
     seen = sorted((line["op"], line["arch"]) for line in (*units, *(e for e in errors if e["arch"] is not None)))
     known = [op for op in header["ops"] if not any(e["op"] == op and e["arch"] is None for e in errors)]
-    wanted = sorted((op, arch) for op in known for arch in header["archs"])
+    units_named = header.get("units")
+    named = units_named if units_named is not None else [(op, arch) for op in known for arch in header["archs"]]
+    wanted = sorted((op, arch) for op, arch in named)
     if seen != wanted:
         return incomplete("build", f"{len(seen)} of {len(wanted)} units are recorded")
     return Decision("failed" if findings else "passed", findings, _metrics(units))

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from k3_backend.aot.arguments import TENSOR_ALIGNMENT, BindError, check_attrs, check_tensors
 from k3_backend.aot.compile import ABI_VERSION
 from k3_backend.aot.cpu.binding import CallArguments
-from k3_backend.aot.arguments import TENSOR_ALIGNMENT, BindError, check_attrs, check_tensors
 from k3_backend.aot.cpu.host import ARCHS, host_cpu_flags
 from k3_backend.aot.manifest import Artifact, ArtifactError
 from k3_backend.aot.schedule import Schedule, ScheduleError, Tunable, load_declarations

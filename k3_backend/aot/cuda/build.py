@@ -38,10 +38,10 @@ from k3_backend.aot.cuda.descriptor import (
 from k3_backend.aot.manifest import Artifact, ArtifactError, canonical_json, file_digest
 from k3_backend.aot.schedule import Declarations, Schedule, ScheduleError, load_declarations
 from k3_backend.errors import BackendError, StorageError
-from k3_backend.geometry import Geometry
+from k3_backend.geometry import GEOMETRIES, Geometry
 from k3_backend.ops import OPS
 
-__all__ = ["CUDA_ABI", "build", "build_all", "choices", "specialised_ops"]
+__all__ = ["CUDA_ABI", "build", "build_all", "choices", "scheduled", "specialised_ops", "specialised_values"]
 
 CUDA_ABI = 1
 """Version of the parameter convention between descriptor and launcher."""
@@ -72,6 +72,14 @@ class _Unit:
 def specialised_ops(kernels_dir: Path) -> tuple[str, ...]:
     """Ops that have a CuTe DSL kernel in a tree, sorted."""
     return tuple(sorted(path.parent.name for path in kernels_dir.glob("*/cute.py")))
+
+
+def scheduled(arch: str, kernels_dir: Path, schedules_dir: Path) -> tuple[tuple[str, str], ...]:
+    """(op, geometry name) pairs that have a kernel and a schedule for an architecture: what there is to build."""
+    family = schedules_dir / ARCHS[arch].schedules
+    ops = specialised_ops(kernels_dir)
+    found = ((path.stem, path.parent.name) for path in family.glob("*/*.toml"))
+    return tuple(sorted(pair for pair in found if pair[0] in ops and pair[1] in GEOMETRIES))
 
 
 def specialised_values(declared: Declarations, geometry: Geometry) -> dict[str, tuple[int, ...]]:
@@ -167,9 +175,8 @@ def build(
 
 
 def build_all(
-    ops: Iterable[str],
+    units: Iterable[tuple[str, str]],
     arch: str,
-    geometries: Iterable[Geometry],
     kernels_dir: Path,
     schedules_dir: Path,
     out_dir: Path,
@@ -177,13 +184,17 @@ def build_all(
     run: Runner = run_local,
     jobs: int = 2,
 ) -> dict[tuple[str, str], Artifact]:
-    """Build several ops for several geometries, `jobs` processes at a time; (op, geometry name) to artifact."""
-    work = [(op, g) for g in geometries for op in ops]
+    """Build (op, geometry name) pairs, `jobs` processes at a time, in the order given.
+
+    Raises:
+        BuildError: of the first pair, in that order, that does not build; the others are still finished.
+    """
+    names = list(units)
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         pending = {
-            (op, g.name): pool.submit(build, op, arch, g, kernels_dir, schedules_dir, out_dir, run=run)
-            for op, g in work
-        }  # fmt: skip
+            (op, name): pool.submit(build, op, arch, GEOMETRIES[name], kernels_dir, schedules_dir, out_dir, run=run)
+            for op, name in names
+        }
     return {key: future.result() for key, future in pending.items()}
 
 
@@ -305,7 +316,8 @@ def _compile(unit: _Unit, wanted: Sequence[Mapping[str, Any]], scratch: Path, ru
     request = {"op": unit.op, "arch": unit.arch, "geometry": unit.geometry.name, "choices": list(wanted)}
     (scratch / "request.json").write_text(json.dumps(request), encoding="utf-8")
     command = [
-        "env", "-C", str(unit.kernels.parent), f"CUTE_DSL_ARCH={unit.arch}", "CUTE_DSL_KEEP=ptx,cubin", f"CUTE_DSL_DUMP_DIR={scratch / 'dump'}",
+        "env", "-C", str(unit.kernels.parent), f"CUTE_DSL_ARCH={unit.arch}", "CUTE_DSL_KEEP=ptx,cubin",
+        f"CUTE_DSL_DUMP_DIR={scratch / 'dump'}",
         "CUTE_DSL_NO_CACHE=1", "PYTHONDONTWRITEBYTECODE=1", f"PYTHONPATH={_PACKAGE.parent}",
         sys.executable, "-m", "k3_backend.aot.cuda.compiler", str(scratch / "request.json"), str(scratch / "out"),
     ]  # fmt: skip
@@ -363,7 +375,15 @@ def _launch(unit: _Unit, raw: Mapping[str, Any], out: Path) -> LaunchSpec:
         what = f"{raw['shared']} + {kernel.static_shared} bytes of shared memory"
         raise unit.error(what, where=where, expected=f"at most {ARCHS[unit.arch].max_shared_per_block}")
     parameters = tuple(
-        ParameterSpec(p["name"], p["kind"], p["role"], k.offset, p["expression"])
+        ParameterSpec(
+            p["name"],
+            p["kind"],
+            p["role"],
+            k.offset,
+            p["expression"],
+            p["tensor"],
+            None if p["box"] is None else (int(p["box"][0]), int(p["box"][1])),
+        )
         for p, k in zip(raw["parameters"], kernel.parameters, strict=True)
     )
     return LaunchSpec(

@@ -13,11 +13,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import linecache
 import os
 import re
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -32,7 +34,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 class _RelativeLoader(SourceFileLoader):
     """Loads a source file under the relative name it was found by."""
 
-    def get_code(self, fullname: str) -> CodeType:
+    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002 - the protocol's signature
         return compile(Path(self.path).read_bytes(), self.path, "exec", dont_inherit=True)
 
 
@@ -64,10 +66,11 @@ def main(argv: Sequence[str]) -> int:
     sys.meta_path.insert(0, _KernelFinder())
     try:
         result = [_compile_variant(request, choices, out, place) for choices in request["choices"]]
-    except BaseException as error:  # noqa: BLE001 - whatever a kernel file raises is its author's to read
+    except BaseException as error:
         text = _ANSI.sub("", "".join(traceback.format_exception(error)))
-        (out / "error.json").write_text(json.dumps({**place, "error": _ANSI.sub("", f"{type(error).__name__}: {error}").strip(),
-            "file_line": _kernel_line(error, text), "traceback": text[-20_000:]}), encoding="utf-8")  # fmt: skip
+        said = _ANSI.sub("", f"{type(error).__name__}: {error}").strip()
+        problem = {**place, "error": said, "file_line": _kernel_line(error, text), "traceback": text[-20_000:]}
+        (out / "error.json").write_text(json.dumps(problem), encoding="utf-8")
         return 1
     loaded = sorted(m.__file__ for name, m in sys.modules.items() if name.startswith("kernels.") and m.__file__)
     (out / "result.json").write_text(json.dumps({"variants": result, "loaded": loaded}), encoding="utf-8")
@@ -82,7 +85,7 @@ def _kernel_line(error: BaseException, text: str) -> str | None:
     if frames:
         return f"{frames[-1].filename}:{frames[-1].lineno}"
     at = text.find("kernels/")
-    return text[at:].split()[0].rstrip(",") if at >= 0 else None
+    return text[at:].split(maxsplit=1)[0].rstrip(",") if at >= 0 else None
 
 
 def _compile_variant(request: dict[str, Any], chosen: dict[str, Any], out: Path, place: dict[str, Any]) -> Any:
@@ -96,7 +99,7 @@ def _compile_variant(request: dict[str, Any], chosen: dict[str, Any], out: Path,
     launches = []
     for launch in variant.launches:
         place["launch"] = launch.name
-        launches.append(_compile_launch(request["op"], launch, variant, choices, out))
+        launches.append(_compile_launch(request["op"], launch, variant, out))
     return {
         "choices": {**chosen["tunables"], **chosen["specialised"]},
         "launches": launches,
@@ -108,11 +111,11 @@ def _compile_variant(request: dict[str, Any], chosen: dict[str, Any], out: Path,
     }
 
 
-def _compile_launch(op: str, launch: Any, variant: Any, choices: Any, out: Path) -> dict[str, Any]:
-    from k3_backend.aot.cuda import dsl
-    from k3_backend.aot.cuda.contract import Value
+def _compile_launch(op: str, launch: Any, variant: Any, out: Path) -> dict[str, Any]:
+    from k3_backend.aot.cuda.contract import TensorMap, Value
     from k3_backend.ops import OPS
 
+    dsl = _dsl()
     spec = OPS[op]
     tensors = {t.name: t for t in spec.tensors}
     attrs = {a.name: a for a in spec.attrs}
@@ -122,14 +125,21 @@ def _compile_launch(op: str, launch: Any, variant: Any, choices: Any, out: Path)
 
     def pointer(name: str, dtype: str, role: str) -> None:
         arguments.append(dsl.pointer(dtype))
-        parameters.append({"name": name, "kind": "pointer", "role": role, "expression": None})
+        parameters.append(
+            {"name": name, "kind": "pointer", "role": role, "expression": None, "tensor": None, "box": None}
+        )
 
     def scalar(name: str, kind: str, expression: str | None = None) -> None:
         arguments.append(dsl.scalar(kind))
-        parameters.append({"name": name, "kind": kind, "role": "scalar", "expression": expression})
+        parameters.append(
+            {"name": name, "kind": kind, "role": "scalar", "expression": expression, "tensor": None, "box": None}
+        )
 
     for argument in launch.arguments:
-        if isinstance(argument, Value):
+        if isinstance(argument, TensorMap):
+            pointer(argument.name, "u8", tensors[argument.tensor].role)
+            parameters[-1] |= {"kind": "map", "tensor": argument.tensor, "box": [argument.rows, argument.columns]}
+        elif isinstance(argument, Value):
             scalar(argument.name, "i32", argument.expression)
         elif argument in tensors:
             pointer(argument, tensors[argument].dtype, tensors[argument].role)
@@ -150,6 +160,19 @@ def _compile_launch(op: str, launch: Any, variant: Any, choices: Any, out: Path)
         "shared": int(launch.shared), "min_ctas_per_sm": int(launch.min_ctas_per_sm), "pdl": bool(launch.pdl),
         "expects": list(launch.expects), "polling": launch.polling,
     }  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _dsl() -> ModuleType:
+    """`dsl.py` under a relative file name: its host function is in the line tables of every kernel."""
+    name = "k3_backend/aot/cuda/dsl.py"
+    source = Path(__file__).with_name("dsl.py").read_text(encoding="utf-8")
+    module = ModuleType("k3_backend_dsl")
+    module.__file__ = name
+    sys.modules[module.__name__] = module
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - this package's own file
+    return module
 
 
 if __name__ == "__main__":

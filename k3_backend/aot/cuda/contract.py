@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from k3_backend.geometry import Geometry
 
-__all__ = ["EXPECTABLE", "Choices", "Launch", "Value", "Variant", "Workspace"]
+__all__ = ["EXPECTABLE", "Choices", "Launch", "TensorMap", "Value", "Variant", "Workspace"]
 
 EXPECTABLE = ("tensor_core", "bulk_copy", "cluster", "async_copy")
 """Instruction classes that a launch may promise; the audit looks for them in the machine code."""
@@ -51,6 +51,26 @@ class Value:
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """A pointer to a TMA descriptor in device memory, which the launcher encodes when a call is bound.
+
+    The tensor is seen as a row-major matrix [product of the leading dimensions, last dimension]; a copy brings a box of
+    rows and columns with 128-byte swizzle (16-byte pieces of row r lie at piece ^ (r % 8)); what lies outside reads as
+    zero. Counts as an access to the tensor, with its role.
+    """
+
+    tensor: str
+    rows: int
+    columns: int
+    """Elements; at most 128 bytes."""
+
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
+        return f"{self.tensor}_map"
+
+
+@dataclass(frozen=True)
 class Workspace:
     """Scratch in device memory that the caller owns and passes to every call.
 
@@ -71,7 +91,7 @@ class Launch:
     name: str
     kernel: Callable[..., Any]
     """A `@cute.kernel` function taking the arguments in order, then `constants` by keyword (Constexpr)."""
-    arguments: tuple[str | Value, ...]
+    arguments: tuple[str | Value | TensorMap, ...]
     grid: tuple[Extent, Extent, Extent]
     block: int
     """Threads."""

@@ -80,12 +80,12 @@ def _kernels(elf: ELFFile) -> Iterator[KernelInfo]:
         if isinstance(section, SymbolTableSection):
             symbols = [symbol.name for symbol in section.iter_symbols()]
     shared_attributes = list(_attributes(sections[".nv.info"].data())) if ".nv.info" in sections else []
-    for name in sections:
+    for name, section in sections.items():
         if not name.startswith(".nv.info."):
             continue
         entry = name.removeprefix(".nv.info.")
         parameters: dict[int, Parameter] = {}
-        for kind, value in _attributes(sections[name].data()):
+        for kind, value in _attributes(section.data()):
             if kind == _PARAMETER_INFO:
                 _, ordinal, offset, packed = struct.unpack("<IHHI", value)
                 parameters[ordinal] = Parameter(offset, packed >> 18)

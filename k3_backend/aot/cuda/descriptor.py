@@ -24,8 +24,9 @@ __all__ = ["DESCRIPTOR_NAME", "Descriptor", "LaunchSpec", "ParameterSpec", "Vari
 DESCRIPTOR_NAME = "cuda.json"
 DESCRIPTOR_VERSION = 1
 
-ParameterKind = Literal["pointer", "i32", "f32"]
-PARAMETER_BYTES: dict[str, int] = {"pointer": 8, "i32": 4, "f32": 4}
+ParameterKind = Literal["pointer", "map", "i32", "f32"]
+PARAMETER_BYTES: dict[str, int] = {"pointer": 8, "map": 8, "i32": 4, "f32": 4}
+POINTERS = ("pointer", "map")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class ParameterSpec:
     """Bytes from the start of the parameter block, as the cubin's own table says."""
     expression: str | None = None
     """Of a derived value."""
+    tensor: str | None = None
+    """Of a tensor map."""
+    box: tuple[int, int] | None = None
+    """Rows and columns of a tensor map's copies."""
 
     @property
     def size(self) -> int:
@@ -157,8 +162,9 @@ def check_form(descriptor: Descriptor, spec: OpSpec) -> None:
             for parameter in launch.parameters:
                 if parameter.expression is not None:
                     names(parameter.expression)
-                role = "workspace" if parameter.name in scratch else roles.get(parameter.name, "scalar")
-                if parameter.role != role or (parameter.kind == "pointer") != (role != "scalar"):
+                name = parameter.tensor if parameter.kind == "map" else parameter.name
+                role = "workspace" if name in scratch else roles.get(name or "", "scalar")
+                if parameter.role != role or (parameter.kind in POINTERS) != (role != "scalar"):
                     raise ValueError(f"parameter {parameter.name} of {launch.name} is {parameter.role}, not {role}")
 
 
@@ -175,7 +181,12 @@ def _launch(raw: dict[str, Any]) -> LaunchSpec:
     parameters: Sequence[dict[str, Any]] = raw["parameters"]
     return LaunchSpec(**{
         **raw,
-        "parameters": tuple(ParameterSpec(**entry) for entry in parameters),
+        "parameters": tuple(_parameter(entry) for entry in parameters),
         "grid": tuple(raw["grid"]),
         "expects": tuple(raw["expects"]),
     })  # fmt: skip
+
+
+def _parameter(raw: dict[str, Any]) -> ParameterSpec:
+    box = raw["box"]
+    return ParameterSpec(**{**raw, "box": None if box is None else (int(box[0]), int(box[1]))})

@@ -35,7 +35,7 @@ class _Step:
 
 
 @cute.jit
-def _host(arguments: tuple, step: cutlass.Constexpr, stream: object) -> None:  # type: ignore[type-arg]
+def _host(arguments: tuple, step: cutlass.Constexpr, stream: object) -> None:  # type: ignore[type-arg, name-defined]
     launch = step.launch
     launch.kernel(*arguments, **launch.constants).launch(
         grid=[1, 1, 1],

@@ -10,6 +10,7 @@ CUDA call makes it so).
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from cuda.bindings import driver
 
 from k3_backend.aot.arguments import TORCH_DTYPES, BindError, call_sizes, check_attrs, check_tensors
-from k3_backend.aot.cuda.descriptor import Descriptor, LaunchSpec, ParameterSpec, VariantSpec
+from k3_backend.aot.cuda.descriptor import POINTERS, Descriptor, LaunchSpec, ParameterSpec, VariantSpec
 from k3_backend.aot.cuda.expression import evaluate
 from k3_backend.aot.manifest import ArtifactError
 from k3_backend.errors import BackendError
@@ -48,6 +49,41 @@ def check(result: tuple[Any, ...], what: str) -> Any:
         text = name.decode() if isinstance(name, bytes) else str(status)
         raise CudaError(text, where=what, expected="CUDA_SUCCESS", next="fasttrack doctor")
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def encode_tensor_map(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """A TMA descriptor as 128 bytes of device memory (see `contract.TensorMap`).
+
+    Args:
+        tensor: contiguous, 16-byte aligned, with rows of a multiple of 16 bytes.
+        rows: of a box.
+        columns: of a box, in elements.
+
+    Raises:
+        CudaError: the driver refuses the combination.
+    """
+    kinds = {
+        torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float32: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        torch.uint8: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }
+    width = tensor.shape[-1]
+    number = driver.cuuint32_t
+    encoded = check(
+        driver.cuTensorMapEncodeTiled(
+            kinds[tensor.dtype], 2, tensor.data_ptr(),
+            [driver.cuuint64_t(width), driver.cuuint64_t(tensor.numel() // width)],
+            [driver.cuuint64_t(width * tensor.element_size())],
+            [number(columns), number(rows)], [number(1), number(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        f"tensor map of {list(tensor.shape)} in boxes of {rows} x {columns}",
+    )  # fmt: skip
+    words = struct.pack("<16Q", *(int(word) for word in encoded.opaque))
+    return torch.frombuffer(bytearray(words), dtype=torch.uint8).cuda()
 
 
 class CudaOp:
@@ -146,8 +182,23 @@ class CudaOp:
         scratch = self._scratch(variant, sizes, workspaces or {})
         pointers = {t.name: (0 if x is None else x.data_ptr()) for t, x in zip(self.spec.tensors, bound, strict=True)}
         pointers |= {name: x.data_ptr() for name, x in scratch.items()}
+        maps = self._maps(variant, {t.name: x for t, x in zip(self.spec.tensors, bound, strict=True)})
+        pointers |= {name: x.data_ptr() for name, x in maps.items()}
         packed = [self._pack(launch, sizes, numbers, pointers) for launch in variant.launches]
-        return BoundCall(packed, [t for t in bound if t is not None], scratch, variant)
+        return BoundCall(packed, [*(t for t in bound if t is not None), *maps.values()], scratch, variant)
+
+    def _maps(self, variant: VariantSpec, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """TMA descriptors of a call, in device memory, by parameter name."""
+        maps: dict[str, torch.Tensor] = {}
+        for launch in variant.launches:
+            for parameter in launch.parameters:
+                if parameter.kind != "map" or parameter.name in maps:
+                    continue
+                tensor = tensors.get(parameter.tensor or "")
+                if tensor is None or parameter.box is None:
+                    raise BindError("is absent", op=self.spec.name, argument=parameter.name, expected="a tensor")
+                maps[parameter.name] = encode_tensor_map(tensor, *parameter.box)
+        return maps
 
     def _rows(self, tensors: Mapping[str, torch.Tensor | None]) -> int:
         for spec in self.spec.tensors:
@@ -208,7 +259,7 @@ def _value(
     pointers: Mapping[str, int],
     op: str,
 ) -> Any:
-    if parameter.kind == "pointer":
+    if parameter.kind in POINTERS:
         return ctypes.c_uint64(pointers[parameter.name])
     if parameter.kind == "f32":
         return ctypes.c_float(float(numbers[parameter.name]))

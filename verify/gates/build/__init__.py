@@ -28,6 +28,7 @@ from k3_backend.aot.manifest import Artifact
 from k3_backend.geometry import Geometry, geometry
 from verify.arms import KERNELS, SCHEDULES, SandboxRunner, artifact_cache, snapshot
 from verify.context import GateContext
+from verify.gates.build.device import build_units, missing_tools, unit_names
 from verify.gates.common import command_for, gate_guard, to_result
 from verify.protocol.build import PROTOCOL_ID, decide
 
@@ -61,6 +62,8 @@ def run(ctx: GateContext) -> GateResult:
         )
     if ctx.candidate_tree is None:
         raise RuntimeError("the scope gate has not let the candidate's tree pass")
+    if ctx.target.device == "cuda":
+        return _run_device(ctx, ctx.candidate_tree, started)
     builder = _Builder(ctx, ctx.candidate_tree / KERNELS)
     ops, base_ops = specialised_ops(builder.kernels), specialised_ops(ctx.base_tree / KERNELS)
     ctx.evidence.append("build", _header(ctx, ops, base_ops))
@@ -77,15 +80,33 @@ def run(ctx: GateContext) -> GateResult:
     )
 
 
+def _run_device(ctx: GateContext, tree: Path, started: float) -> GateResult:
+    """The same for CUDA: units are (op, geometry) pairs with a schedule; the arms are made where kernels can run."""
+    names, base_names = unit_names(ctx, tree), unit_names(ctx, ctx.base_tree)
+    header = _header(ctx, sorted({op for op, _, _ in names}), sorted({op for op, _, _ in base_names}))
+    ctx.evidence.append("build", {**header, "units": [[op, f"{arch}/{name}"] for op, arch, name in names]})
+    units = build_units(ctx, tree)
+    ctx.evidence.append_block("build", [unit.line for unit in units])
+    decision = decide(ctx.evidence.lines("build"))
+    if decision.outcome == "passed":
+        ctx.built = tuple(unit.artifact for unit in units if unit.artifact is not None)
+        digests = {a.name: a.digest for a in ctx.built}
+        ctx.candidate = ctx.candidate.model_copy(update={"artifacts": digests})
+    return to_result(
+        "build", PROTOCOL_ID, decision, EvidenceClass.STATIC, [ctx.evidence.ref("build")],
+        time.monotonic() - started, {"units": [unit.line for unit in units], "host_arch": None},
+    )  # fmt: skip
+
+
 def _obstacle(ctx: GateContext) -> dict[str, str] | None:
-    """Why nothing can be built here: another device, no sandbox, no compiler."""
-    if ctx.target.device != "cpu":
+    """Why nothing can be built here: no kernels, no sandbox, no compiler."""
+    if ctx.target.device == "cuda" and ctx.candidate_tree is not None and not unit_names(ctx, ctx.candidate_tree):
         return {
             "code": "build.device",
-            "message": f"this version has no kernels and no builder for {', '.join(ctx.target.archs)}",
+            "message": f"the candidate has no kernel with a schedule for {', '.join(ctx.target.archs)}",
             "where": f"target {ctx.target.name}",
-            "expected": f"artifacts for {', '.join(ctx.target.archs)}, built twice with one digest",
-            "next": f"with a version that has {ctx.target.device} kernels: {command_for('build', ctx)}",
+            "expected": "k3_backend/kernels/<op>/cute.py and k3_backend/schedules/<family>/<geometry>/<op>.toml",
+            "next": "docs/kernel-authoring.md",
         }
     reason = sandbox.unavailable()
     if reason is not None:
@@ -96,6 +117,8 @@ def _obstacle(ctx: GateContext) -> dict[str, str] | None:
             "expected": reason.expected,
             "next": reason.next,
         }
+    if ctx.target.device == "cuda":
+        return missing_tools()
     probe = sandbox.run([COMPILER, "--version"], timeout_s=30)
     if probe.returncode:
         return {

@@ -63,7 +63,7 @@ class Limits:
     """What a bundle may cost to read; a real one stays far below each."""
 
     files: int = 1000
-    depth: int = 4
+    depth: int = 5
     """Folders within folders."""
     file_bytes: int = 64 << 20
     total_bytes: int = 256 << 20

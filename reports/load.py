@@ -251,7 +251,7 @@ def _layout_findings(
                 message = f"its evidence {_shown(ref.path)} is absent or has another digest"
                 yield refusal("evidence", message, entry.result.path, "files of this bundle")
     for artifact in bundle.artifacts:
-        places[f"artifacts/{artifact.op}/{artifact.arch}/manifest.json"] = artifact.manifest.path
+        places[f"artifacts/{artifact.name}/manifest.json"] = artifact.manifest.path
     for place, path in places.items():
         if path != place:
             yield refusal("layout", f"bundle.json places it at {_shown(path)}", place, "each file at its fixed place")

@@ -45,8 +45,9 @@ def implementation(gate: GateName, protocol_id: str) -> ModuleType:
     if importlib.util.find_spec(name) is None:
         raise UnknownProtocolError(f"this checkout has no {name}")
     module = importlib.import_module(name)
-    if protocol_id != module.PROTOCOL_ID:
-        raise UnknownProtocolError(f"decided by protocol {protocol_id}; this checkout implements {module.PROTOCOL_ID}")
+    known = getattr(module, "PROTOCOL_IDS", (module.PROTOCOL_ID,))
+    if protocol_id not in known:
+        raise UnknownProtocolError(f"decided by protocol {protocol_id}; this checkout implements {', '.join(known)}")
     return module
 
 

@@ -1,4 +1,4 @@
-"""Records of a bundle, version 1: what `bundle.json`, `environment.json` and `manifest.json` hold.
+"""Records of a bundle, version 2: what `bundle.json`, `environment.json` and `manifest.json` hold.
 
 The files and the compatibility rule are described in docs/bundle.md. Gate results are `harness.records.GateResult`, one
 file each; this module adds what ties them together: whose candidate, judged by which commit, for which target, on which
@@ -33,7 +33,7 @@ __all__ = [
     "Environment", "GateEntry", "Manifest", "ManifestEntry", "OtherCandidate", "RawRef",
 ]  # fmt: skip
 
-BUNDLE_VERSION = 1
+BUNDLE_VERSION = 2
 """Version of the bundle's layout and records; readers refuse every other one."""
 
 RENDER_VERSION = 1
@@ -130,8 +130,11 @@ class Environment(Record):
 class Artifact(Record):
     """One built kernel object."""
 
+    name: str
+    """As in `candidate.artifacts`: `<op>/<arch>`, on GPUs `<op>/<arch>/<geometry>`; its folder below `artifacts/`."""
     op: str
     arch: str
+    geometry: str
     digest: Digest
     """The artifact's own digest, as in `candidate.artifacts`."""
     manifest: EvidenceRef
@@ -215,7 +218,7 @@ class BundleInput(Record):
 class Bundle(BundleInput):
     """Content of bundle.json."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     render_version: int = Field(ge=1)
     verdict: Verdict
     cells: tuple[Cell, ...]
@@ -246,5 +249,5 @@ class ManifestEntry(Record):
 class Manifest(Record):
     """Content of manifest.json: every file of the bundle but itself and manifest.sha256."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     files: dict[str, ManifestEntry]

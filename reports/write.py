@@ -117,7 +117,7 @@ def _gather(candidate_dir: Path, artifacts: Iterable[BuiltArtifact]) -> dict[str
     files = {"candidate.patch": _read(candidate_dir / "candidate.patch")}
     objects: dict[str, bytes] = {}
     for artifact in artifacts:
-        folder = f"artifacts/{artifact.op}/{artifact.arch}"
+        folder = f"artifacts/{artifact.name}"
         files[f"{folder}/{MANIFEST_NAME}"] = _read(artifact.path / MANIFEST_NAME)
         objects |= {f"{folder}/{name}": _read(artifact.path / name) for name in artifact.files}
     if sum(map(len, objects.values())) < ARTIFACT_BYTES:
@@ -157,10 +157,12 @@ def _evidence(
 
 
 def _artifact(artifact: BuiltArtifact, files: dict[str, bytes]) -> Artifact:
-    folder = f"artifacts/{artifact.op}/{artifact.arch}"
+    folder = f"artifacts/{artifact.name}"
     return Artifact(
+        name=artifact.name,
         op=artifact.op,
         arch=artifact.arch,
+        geometry=artifact.geometry,
         digest=artifact.digest,
         manifest=_ref(f"{folder}/{MANIFEST_NAME}", files),
         files=dict(artifact.files),

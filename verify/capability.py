@@ -63,10 +63,11 @@ def _obstacle(gate: GateName, target: Target, root: Path) -> Reason | None:
         seen = ", ".join(gpus()) or "no GPU"
         if gate in _NEEDS_RUN:
             return reason(
-                "device",
-                f"needs {', '.join(target.archs)}; this machine has {seen}, this version no {target.device} kernels",
-                f"a machine with {', '.join(target.archs)}, and kernels for it",
-                f"there: fasttrack verify --target {target.name} --gates {gate}",
+                "kit",
+                f"needs {', '.join(target.archs)}, through a kit; this machine has {seen}",
+                f"a kit built here, run on a machine with {', '.join(target.archs)}, and imported here",
+                f"fasttrack kit build --target {target.name} --candidate REV --out K; there: python3 K/kit.py run "
+                "--out R; here: fasttrack kit import R",
             )
         return reason(
             "no_kernels",

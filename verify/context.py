@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.git import Repository
 from harness.progress import Progress, silent
@@ -14,6 +15,9 @@ from harness.records import Candidate, Cell
 from harness.settings import Settings, Target, Tier
 from harness.store import EvidenceSink
 from k3_backend.aot.manifest import Artifact
+
+if TYPE_CHECKING:
+    from verify.kit.importing import Imported
 
 __all__ = ["Arms", "GateContext"]
 
@@ -59,6 +63,8 @@ class GateContext:
     """Set by the build gate; gates that need it are not_evaluated without."""
     built: tuple[Artifact, ...] = ()
     """Every object of the candidate, for all architectures of the target; set by the build gate."""
+    kit: Imported | None = None
+    """Results of a kit from a GPU machine; null where none is imported."""
     candidates_tried: int = 1
     """How many candidates this run may try: the error budget is spent over them."""
     progress: Progress = silent

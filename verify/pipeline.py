@@ -35,6 +35,7 @@ from harness.settings import Scope, Settings, Target, Tier
 from harness.store import EvidenceSink
 from k3_backend.aot.manifest import Artifact
 from verify.context import GateContext
+from verify.kit.importing import Imported
 from verify.snapshots import JUDGING_PATHS, export_tree
 
 __all__ = ["Job", "Verification", "gate_module", "make_candidate", "require_own_base", "verify"]
@@ -62,6 +63,8 @@ class Job:
     task_cells: tuple[Cell, ...] = ()
     allow: tuple[str, ...] = ()
     candidates_tried: int = 1
+    kit: Imported | None = None
+    """Results from a GPU machine, for the gates that it evaluated."""
     progress: Progress = silent
 
 
@@ -185,6 +188,7 @@ def _context(job: Job) -> GateContext:
         task_cells=job.task_cells,
         allow=job.allow,
         candidates_tried=job.candidates_tried,
+        kit=job.kit,
         progress=job.progress,
     )
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
+from agents.task import Task
 from fasttrack.console import Json, Output, verdict_exit
 from fasttrack.evidence import bundle_of
 from fasttrack.workspace import Workspace
 from harness.errors import FasttrackError
-from harness.records import GateName, GateResult, Verdict, VerdictWord
+from harness.records import Candidate, Cell, GateName, GateResult, Verdict, VerdictWord
+from harness.settings import Target, Tier
 from harness.store import CandidateOutcome, RunStore
 from reports.schema import Command
 from verify.capability import require_compiler
+from verify.kit.importing import Imported
 from verify.pipeline import Job, Verification, make_candidate, require_own_base
 from verify.pipeline import verify as verify_job
 
-__all__ = ["OUTCOMES", "gate_rows", "parse_gates", "register", "verdict_lines"]
+__all__ = ["OUTCOMES", "Judging", "gate_rows", "judge", "parse_gates", "register", "verdict_lines"]
 
 OUTCOMES: dict[VerdictWord, CandidateOutcome] = {
     VerdictWord.ACCEPT: "accepted",
@@ -67,30 +71,59 @@ def verify(
         "gates": gates,
         "task": task,
     }
-    with RunStore.create(workspace.runs, asked) as store:
-        workspace.repo.keep(f"{store.run_id}/001", head)
-        row = store.propose("001", head=head, origin=origin, note=f"{origin} against {start[:12]}")
+    job = Judging(
+        record=record, target=chosen, tier=level, gates=selected, task=loaded_task, cells=cells,
+        allow=tuple(allow or ()), asked=asked,
+    )  # fmt: skip
+    raise typer.Exit(judge(workspace, out, job))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judging:
+    """A candidate to be judged in a run of its own."""
+
+    record: Candidate
+    target: Target
+    tier: Tier
+    gates: tuple[GateName, ...] | None
+    asked: dict[str, Any]
+    """What was asked, for the run's record."""
+    task: Task | None = None
+    cells: tuple[Cell, ...] = ()
+    allow: tuple[str, ...] = ()
+    kit: Imported | None = None
+
+
+def judge(workspace: Workspace, out: Output, what: Judging) -> int:
+    """Verify in a new run, write the bundle, say how it ended; the verdict's exit code."""
+    record, target, tier = what.record, what.target, what.tier
+    with RunStore.create(workspace.runs, what.asked) as store:
+        workspace.repo.keep(f"{store.run_id}/001", record.head)
+        row = store.propose(
+            "001", head=record.head, origin=record.origin, note=f"{record.origin} against {record.base[:12]}"
+        )
         folder = store.candidate_dir(row)
         done = verify_job(
             Job(
-                settings=settings,
+                settings=workspace.settings,
                 repo=workspace.repo,
                 candidate=record,
-                target=chosen,
-                tier=level,
+                target=target,
+                tier=tier,
                 folder=folder,
                 cache=workspace.cache / "trees",
-                gates=selected,
-                task_cells=cells,
-                allow=tuple(allow or ()),
+                gates=what.gates,
+                task_cells=what.cells,
+                allow=what.allow,
+                kit=what.kit,
                 progress=out.say,
             )
         )
         reason = None if done.verdict.word is VerdictWord.ACCEPT else _why(done)
         row = store.finish(row.number, OUTCOMES[done.verdict.word], reason)
         bundle = bundle_of(
-            workspace, store, row, done, folder, target=chosen, tier=level, task=loaded_task, cells=cells,
-            allow=tuple(allow or ()), commands=_commands(target, tier, start, head),
+            workspace, store, row, done, folder, target=target, tier=tier, task=what.task, cells=what.cells,
+            allow=what.allow, commands=_commands(target.name, tier.name, record.base, record.head),
         )  # fmt: skip
     out.table("gates", ("gate", "outcome", "seconds", "first reason"), gate_rows(done.results))
     for line in verdict_lines(done.verdict, done.results):
@@ -105,7 +138,7 @@ def verify(
             "seconds": done.seconds,
         }
     )
-    raise typer.Exit(verdict_exit(done.verdict.word))
+    return verdict_exit(done.verdict.word)
 
 
 def parse_gates(text: str | None) -> tuple[GateName, ...] | None:

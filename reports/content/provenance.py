@@ -75,10 +75,7 @@ def change_section(loaded: Loaded, patch: Patch) -> Section:
             )
         )
     )
-    artifacts = [
-        (Code(f"{a.op}/{a.arch}"), Code(a.digest), "yes" if a.included else "no, digests only")
-        for a in bundle.artifacts
-    ]
+    artifacts = [(Code(a.name), Code(a.digest), "yes" if a.included else "no, digests only") for a in bundle.artifacts]
     if artifacts:
         columns = ("artifact", "digest", "object in this bundle")
         blocks.append(Details(f"{count(len(artifacts), 'artifact')} judged", (Table("Artifacts", columns, artifacts),)))

@@ -51,7 +51,7 @@ class Forger:
         manifest = {
             p: {"sha256": self._sha(p), "size": len(d)} for p, d in self.files.items() if not p.startswith("manifest.")
         }
-        self.put("manifest.json", {"schema_version": 1, "files": manifest})
+        self.put("manifest.json", {"schema_version": 2, "files": manifest})
         digest = self._sha("manifest.json")
         self.files["manifest.sha256"] = f"{digest}  manifest.json\n".encode()
         folder = out / f"{self.source.name.rpartition('-')[0]}-{digest[:12]}"

@@ -164,7 +164,7 @@ def test_what_cannot_be_run_is_not_evaluated(tmp_path_factory: pytest.TempPathFa
         assert [r.code for r in gate.run(context).reasons] == [f"{name}.no_artifacts"]
         elsewhere = bench.context(bench.commit({KERNEL: PLAIN}), target="gb300", export=False)
         result = gate.run(elsewhere)
-        assert (result.outcome, result.reasons[0].code) == (Outcome.NOT_EVALUATED, f"{name}.device")
+        assert (result.outcome, result.reasons[0].code) == (Outcome.NOT_EVALUATED, f"{name}.kit")
 
 
 def test_only_what_changed_is_run_but_never_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -220,8 +220,10 @@ class _Run:
         return {name: tensor[written[name]] if name in written else tensor.clone() for name, tensor in tensors.items()}
 
     def event(self, run: str, code: str, tensor: str, *, condition: bool) -> None:
-        if condition:
-            self.line["events"].append({"code": code, "tensor": tensor, "run": run})
+        """Record what a run did; the same once, however many repetitions show it."""
+        entry = {"code": code, "tensor": tensor, "run": run}
+        if condition and entry not in self.line["events"]:
+            self.line["events"].append(entry)
 
     def unwritten(self, run: str) -> None:
         """Record outputs in which poison of this run is left."""

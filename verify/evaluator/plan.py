@@ -52,6 +52,7 @@ def draw_plan(
     tokens: Sequence[int],
     draws: int,
     edges: Mapping[str, Sequence[int]],
+    threads: Sequence[int] = (1, 2, 2),
 ) -> list[Planned]:
     """Draw the cases of a gate run.
 
@@ -62,6 +63,7 @@ def draw_plan(
         tokens: T values in scope (1 + drafts).
         draws: secret draws per op and input class.
         edges: per op, the row counts at which its schedule changes bucket.
+        threads: workers of the launch pool, one of them per case.
 
     Returns:
         Per op: at least `draws` cases of every class, and at least one case at every declared batch with T = 1, at
@@ -78,7 +80,7 @@ def draw_plan(
         wanted = [kind for kind in kinds(op) for _ in range(draws)]
         chooser.shuffle(wanted)
         for kind, (batch, count) in _pairs(chooser, wanted, points, kinds(op), tokens, free):
-            case = Case(op, kind, batch, count, chooser.choice((1, 2, 2)), secrets.token_hex(16), geometry)
+            case = Case(op, kind, batch, count, chooser.choice(threads), secrets.token_hex(16), geometry)
             plan.append(Planned(case, contended=chooser.random() < 1 / 3))
     return plan
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verify.protocol import kernels_cuda
 from verify.protocol.decision import Decision, Finding, Line
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "FLOORS",
     "MEASURES",
     "PROTOCOL_ID",
+    "PROTOCOL_IDS",
     "ROUNDING",
     "case_fails",
     "decide",
@@ -30,6 +32,8 @@ __all__ = [
 ]
 
 PROTOCOL_ID = "kernels/1"
+PROTOCOL_IDS = (PROTOCOL_ID, kernels_cuda.PROTOCOL_ID)
+"""Methods whose lines this module decides: on the host, and on a GPU machine (`kernels_cuda` has what is added)."""
 
 MEASURES = ("element", "row_l2", "mean")
 """What is bounded; see `verify.evaluator.compare.Errors`."""
@@ -61,6 +65,7 @@ CODES = {
     "kernels.input_changed": "the call changed a tensor that it may only read",
     "kernels.unowned_state_changed": "the call changed state slots or cache rows that it does not own",
     "kernels.output_not_written": "poison from before the call is left in an output",
+    "kernels.workspace_not_zeroed": "a workspace that must be zero between calls was not zero after one",
     "kernels.nondeterministic": "the same inputs gave other bits: memory from before the call, or the order of workers",
     "kernels.stale_output": "a replay with changed inputs returned the results of earlier ones",
     "kernels.threads_left": "a thread or process outlived the call",
@@ -72,6 +77,8 @@ CODES = {
     "kernels.wrong_object": "the object that the worker mapped is not the built artifact",
     "kernels.no_power": "no case could tell a tensor from a constant",
     "kernels.not_run": "every case of an op was refused by the launcher",
+    "kernels.no_late_copy": "the kernel that writes inputs late could not be loaded on the GPU machine",
+    "kernels.kit": "a GPU machine has to evaluate this: build a kit, run it there, import its results",
     "kernels.no_artifacts": "the build gate left nothing to run",
     "kernels.device": "this machine cannot run the target's kernels",
     "kernels.incomplete_record": "the raw lines do not hold a complete attempt",
@@ -84,6 +91,7 @@ _EVENTS = {
     "out_of_bounds_write": "bytes outside every tensor keep their secret pattern",
     "input_changed": "read-only tensors keep their bits",
     "unowned_state_changed": "state that the call does not own keeps its bits",
+    "workspace_not_zeroed": "workspaces that start as zeros end as zeros",
     "output_not_written": "every element of an output is written",
     "nondeterministic": "the same inputs give the same bits, whatever was in memory and however late workers arrive",
     "stale_output": "a replay with changed inputs gives the results of those inputs",
@@ -143,15 +151,17 @@ def decide(lines: Sequence[Line]) -> Decision:
     if problem:
         return Decision("not_evaluated", (problem,))
     header = lines[0]
+    cuda = header["protocol"] == kernels_cuda.PROTOCOL_ID
     loads, cases = _of_kind(lines, "load"), _of_kind(lines, "case")
-    findings = [finding for load in loads for finding in _load_findings(header, load)]
+    loaded = kernels_cuda.load_findings if cuda else _load_findings
+    findings = [finding for load in loads for finding in loaded(header, load)]
     tally = _Tally()
     broken: dict[tuple[str, str, str], list[tuple[Line, str]]] = defaultdict(list)
     power: dict[tuple[str, str], bool] = {}
     for case in cases:
-        _count(case, tally, power)
+        _count(case, tally, power, _op(case, cuda))
         for code, tensor, text in _case_findings(case):
-            broken[(code, str(case["op"]), tensor)].append((case, text))
+            broken[(code, _op(case, cuda), tensor)].append((case, text))
     findings += [_finding(header, key, hits) for key, hits in sorted(broken.items())]
     metrics = _metrics(tally)
     if findings:
@@ -160,13 +170,24 @@ def decide(lines: Sequence[Line]) -> Decision:
         return Decision(
             "not_evaluated", (_incomplete(f"{len(cases)} of {len(header['planned'])} cases", "cases"),), metrics
         )
-    nothing = [op for op in header["ops"] if not any(c["op"] == op and _evaluated(c) for c in cases)]
+    ops = kernels_cuda.labels(header) if cuda else header["ops"]
+    nothing = [op for op in ops if not any(_op(c, cuda) == op and _evaluated(c) for c in cases)]
     if nothing:
-        return Decision("not_evaluated", tuple(_not_run(header, op, cases) for op in nothing), metrics)
-    weak = sorted(key for key, powerful in power.items() if not powerful)
-    if weak:
-        return Decision("inconclusive", tuple(_no_power(header, op, tensor) for op, tensor in weak), metrics)
-    return Decision("passed", (), metrics)
+        unrun = tuple(_not_run(header, op, [c for c in cases if _op(c, cuda) == op]) for op in nothing)
+        return Decision("not_evaluated", unrun, metrics)
+    lacking = tuple(kernels_cuda.coverage_findings(header, cases)) if cuda else ()
+    if lacking:
+        return Decision("not_evaluated", lacking, metrics)
+    weak = [
+        _no_power(header, op, tensor) for op, tensor in sorted(key for key, powerful in power.items() if not powerful)
+    ]
+    weak += kernels_cuda.weak_findings(header, loads) if cuda else ()
+    return Decision("inconclusive", tuple(weak), metrics) if weak else Decision("passed", (), metrics)
+
+
+def _op(case: Line, cuda: bool) -> str:
+    """What findings call the judged object of a case: its op, and on a GPU machine also its geometry."""
+    return kernels_cuda.label(case) if cuda else str(case["op"])
 
 
 def case_fails(case: Line) -> bool:
@@ -195,7 +216,7 @@ def _evaluated(case: Line) -> bool:
     return case["refused"] is None and case["skipped"] is None
 
 
-def _count(case: Line, tally: _Tally, power: dict[tuple[str, str], bool]) -> None:
+def _count(case: Line, tally: _Tally, power: dict[tuple[str, str], bool], op: str) -> None:
     """Add a case to the totals, and what its comparisons could have told apart to the power table."""
     tally.cases += 1
     tally.refused += case["refused"] is not None
@@ -204,7 +225,7 @@ def _count(case: Line, tally: _Tally, power: dict[tuple[str, str], bool]) -> Non
     tally.worst = max(tally.worst, worst_share(case))
     for row in case.get("values", ()):
         allowed = _allowed(row)["mean"]
-        key = (str(case["op"]), str(row["tensor"]))
+        key = (op, str(row["tensor"]))
         power[key] = power.get(key, False) or (allowed <= LARGEST_MEAN and float(row["spread"]) >= POWER * allowed)
 
 
@@ -276,7 +297,7 @@ def _finding(header: Line, key: tuple[str, str, str], hits: list[tuple[Line, str
 
 
 def _not_run(header: Line, op: str, cases: Sequence[Line]) -> Finding:
-    refused = [str(c["refused"]) for c in cases if c["op"] == op and c.get("refused") is not None]
+    refused = [str(c["refused"]) for c in cases if c.get("refused") is not None]
     why = f"every case was refused: {refused[0]}" if refused else "no case was planned"
     return Finding(
         "kernels.not_run",
@@ -316,8 +337,10 @@ def _malformed(lines: Sequence[Line]) -> Finding | None:
     if not lines or lines[0].get("kind") != "header":
         return _incomplete("no header line", "line 1")
     header = lines[0]
-    if header.get("protocol") != PROTOCOL_ID:
-        return _incomplete(f"protocol {header.get('protocol')!r}; this decides {PROTOCOL_ID}", "line 1")
+    if header.get("protocol") not in PROTOCOL_IDS:
+        return _incomplete(f"protocol {header.get('protocol')!r}; this decides {', '.join(PROTOCOL_IDS)}", "line 1")
+    if header["protocol"] == kernels_cuda.PROTOCOL_ID and (what := kernels_cuda.disordered(lines)):
+        return _incomplete(what, "the chain of lines")
     if not header.get("ops") or not header.get("planned"):
         return _incomplete("no op or no case was planned", "line 1")
     for number, line in enumerate(lines[1:], start=2):

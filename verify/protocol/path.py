@@ -41,6 +41,7 @@ CODES = {
     "path.protocol": "the worker sent something that trusted code never sends",
     "path.error": "the objects could not be loaded, or a step raised an error",
     "path.no_artifacts": "the build gate left nothing to run",
+    "path.kit": "a GPU machine has to evaluate this: build a kit, run it there, import its results",
     "path.device": "this machine cannot run the target's kernels",
     "path.incomplete_record": "the raw lines do not hold a complete attempt",
     "path.environment": "the machine could not run the gate",

@@ -32,6 +32,7 @@ CODES: Mapping[str, str] = {
     "perf.incomplete_record": "the raw lines do not hold all blocks of the plan",
     "perf.malformed": "a block is not one that the protocol allows: order, seed, number and length of slices, cells",
     "perf.plan": "the plan could not control its error, or the header is malformed",
+    "perf.kit": "a GPU machine has to evaluate this: build a kit, run it there, import its results",
     "perf.device": "this machine cannot run the target's kernels",
     "perf.no_artifacts": "there are no built artifacts to run",
     "perf.environment": "the machine could not run the gate",

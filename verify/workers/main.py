@@ -53,6 +53,7 @@ _AREAS = {
     "step": "verify.workers.step_methods",
     "engine": "verify.workers.engine_methods",
     "tune": "verify.workers.tune_methods",
+    "card": "verify.workers.card_methods",
 }
 
 

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ from verify.evaluator.receipts import receipts
 from verify.evaluator.worker import Worker, WorkerError, WorkerFailure
 from verify.gates.arms import candidate_arm, identity, obstacle
 from verify.gates.common import command_for, gate_guard, to_result
+from verify.gates.kit import from_kit
+from verify.protocol import kernels_cuda
 from verify.protocol.decision import Line
 from verify.protocol.kernels import PROTOCOL_ID, case_fails, decide, worst_share
 
@@ -46,6 +48,8 @@ MAX_BAD_CASES = 3
 @gate_guard("kernels", PROTOCOL_ID)
 def run(ctx: GateContext) -> GateResult:
     """Run the planned cases, or go on with those of an interrupted attempt, and decide."""
+    if ctx.target.device != "cpu":
+        return from_kit("kernels", kernels_cuda.PROTOCOL_ID, ctx, decide, _cuda_detail)
     started = time.monotonic()
     why_not = obstacle("kernels", ctx)
     if why_not is not None:
@@ -199,16 +203,21 @@ class _Campaign:
             self.stopped[op] = f"{MAX_BAD_CASES} cases failed"
 
 
-def _detail(lines: Sequence[Line]) -> dict[str, Any]:
+def _detail(lines: Sequence[Line], name: Callable[[Line], str] = lambda line: str(line["op"])) -> dict[str, Any]:
     """Per op for the report: cases by class, and the largest error as a share of its tolerance."""
     table: dict[str, Any] = {}
     for line in lines:
         if line["kind"] != "case":
             continue
-        row = table.setdefault(line["op"], {"cases": 0, "refused": 0, "skipped": 0, "classes": {}, "worst_share": 0.0})
+        row = table.setdefault(name(line), {"cases": 0, "refused": 0, "skipped": 0, "classes": {}, "worst_share": 0.0})
         row["cases"] += 1
         row["refused"] += line["refused"] is not None
         row["skipped"] += line["skipped"] is not None
         row["classes"][line["class"]] = row["classes"].get(line["class"], 0) + 1
         row["worst_share"] = max(row["worst_share"], worst_share(line))
     return {"ops": table}
+
+
+def _cuda_detail(lines: Sequence[Line]) -> dict[str, Any]:
+    """The same per artifact: a kit's record has several geometries of an op."""
+    return _detail(lines, kernels_cuda.label)

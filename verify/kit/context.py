@@ -1,0 +1,67 @@
+"""What a gate of the kit is given on the GPU machine."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verify.kit.machine import Machine
+from verify.kit.manifest import CODE, KitManifest, Unit, artifact_folder, schedules_folder
+from verify.kit.store import Results
+
+__all__ = ["KitContext"]
+
+_HOME = re.compile(r"/(?:home|Users)/[^/\s]+/|/root/")
+
+
+@dataclass(frozen=True)
+class KitContext:
+    """One session of one kit."""
+
+    root: Path
+    """The kit's folder."""
+    manifest: KitManifest
+    results: Results
+    machine: Machine
+    description: dict[str, Any]
+    """What the machine says about itself, when this session began."""
+    evaluator: Any
+    """The torch device on which expected values are computed."""
+    logs: Path
+    """Workers' logs: for people, not part of the results."""
+    jobs: int
+    deadline: float | None
+    """On `time.monotonic`'s clock; no new piece of work begins after it."""
+    progress: Callable[[str], None]
+
+    @property
+    def code(self) -> Path:
+        """The trusted Python."""
+        return self.root / CODE
+
+    def artifact(self, arm: str, unit: Unit) -> Path:
+        """Folder of an arm's artifact."""
+        return self.root / artifact_folder(arm, unit)
+
+    def schedules(self, arm: str) -> Path:
+        """Folder of an arm's schedules."""
+        return self.root / schedules_folder(arm)
+
+    def without_folders(self, value: Any) -> Any:
+        """A failure's record with this machine's folders replaced by what they are: it goes into a bundle."""
+        if isinstance(value, str):
+            for folder, name in ((self.root, "KIT"), (sys.prefix, "PYTHON"), (sys.base_prefix, "PYTHON")):
+                value = value.replace(f"{folder}/", f"{name}/")
+            return _HOME.sub("HOME/", value)
+        if isinstance(value, dict):
+            return {key: self.without_folders(item) for key, item in value.items()}
+        return value
+
+    def over(self) -> bool:
+        """Whether the time that was given is over."""
+        return self.deadline is not None and time.monotonic() >= self.deadline

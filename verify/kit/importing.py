@@ -1,0 +1,123 @@
+"""Taking a kit's results in: only those of a kit that this checkout would build itself, byte for byte.
+
+The kit is described again from the commits it names: trusted sources of the base, artifacts built here from the
+candidate, schedules, plan. Its manifest must come out the same. So what ran on the GPU machine is known down to each
+file, and results of any other kit are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.errors import FasttrackError
+from harness.git import Repository
+from harness.settings import Settings
+from k3_backend.aot.manifest import Artifact
+from verify.kit.artifacts import build_units, units_of
+from verify.kit.build import Arm, describe, kit_files
+from verify.kit.manifest import KitManifest, Unit
+from verify.kit.receive import Received
+from verify.snapshots import JUDGING_PATHS, export_tree
+
+__all__ = ["EDITABLE_ROOTS", "Imported", "arm_of", "manifest_of", "require_ours"]
+
+EDITABLE_ROOTS = ("k3_backend/kernels", "k3_backend/schedules")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Results of a kit that is ours."""
+
+    received: Received
+    artifacts: tuple[Artifact, ...]
+    """The candidate's, built here, with the digests that the kit names."""
+    missing: tuple[Unit, ...] = ()
+    """Artifacts of the candidate that the kit does not hold."""
+
+
+def arm_of(
+    repo: Repository, commit: str, settings: Settings, target: str, cache: Path, units: tuple[Unit, ...] | None = None,
+    ops: tuple[str, ...] | None = None,
+) -> Arm:  # fmt: skip
+    """A commit's artifacts and schedules, built in the sandbox.
+
+    Args:
+        repo: holds the commit.
+        commit: whose kernels and schedules.
+        settings: targets and build limits.
+        target: its name.
+        cache: folder for exports and artifacts.
+        units: exactly these; those of the target if null.
+        ops: only these ops.
+    """
+    tree = export_tree(repo, commit, EDITABLE_ROOTS, cache / "trees")
+    chosen = units_of(settings.target(target), tree, ops)
+    if units is not None:
+        if unknown := set(units) - set(chosen):
+            raise FasttrackError(
+                f"{min(unknown).key} is not an artifact of the candidate", where="kit",
+                expected=f"some of {', '.join(unit.key for unit in chosen)}", next="fasttrack kit build",
+            )  # fmt: skip
+        chosen = units
+    return Arm(build_units(chosen, tree, cache / "artifacts", settings.build), tree / EDITABLE_ROOTS[1])
+
+
+def manifest_of(
+    repo: Repository, settings: Settings, cache: Path, *, base: str, head: str, target: str, tier: str,
+    gates: tuple[str, ...], arms: Mapping[str, Arm], mutants: Mapping[str, Arm],
+) -> KitManifest:  # fmt: skip
+    """What a kit of these commits is, files included."""
+    command = f"fasttrack verify --candidate {head[:12]} --base {base[:12]} --target {target} --tier {tier}"
+    described = describe(
+        settings.target(target), settings.tier(tier), base=base, head=head,
+        trees={"base": repo.tree(base), "head": repo.tree(head)}, gates=gates, arms=arms, mutants=mutants,
+        command=command,
+    )  # fmt: skip
+    base_tree = export_tree(repo, base, JUDGING_PATHS, cache / "trees")
+    files = kit_files(base_tree, {**arms, **mutants})
+    listed = {
+        name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in sorted(files.items())
+    }
+    return replace(described, files=listed)
+
+
+def require_ours(received: Received, repo: Repository, settings: Settings, cache: Path) -> Imported:
+    """Build the kit again and compare.
+
+    Raises:
+        FasttrackError: unknown commits, or the kit differs; names the first difference.
+    """
+    theirs = received.manifest
+    for name, commit in (("base", theirs.base), ("head", theirs.head)):
+        if repo.resolve(commit) != commit:
+            raise FasttrackError(
+                f"names {name} {commit[:12]}", where="manifest.json", expected="a full commit id", next="git log"
+            )
+    arm = arm_of(repo, theirs.head, settings, theirs.target, cache, units=theirs.units("candidate"))
+    ours = manifest_of(
+        repo, settings, cache, base=theirs.base, head=theirs.head, target=theirs.target, tier=theirs.tier,
+        gates=theirs.gates, arms={"candidate": arm}, mutants={},
+    )  # fmt: skip
+    if ours.digest != theirs.digest:
+        raise FasttrackError(
+            f"is of another kit: {_difference(ours, theirs)}", where=f"kit {theirs.digest[:12]}",
+            expected=f"the kit that this checkout builds from the same commits, {ours.digest[:12]}",
+            next=f"fasttrack kit build --target {theirs.target} --candidate {theirs.head[:12]} --out K, and run that",
+        )  # fmt: skip
+    tree = export_tree(repo, theirs.head, EDITABLE_ROOTS, cache / "trees")
+    missing = set(units_of(settings.target(theirs.target), tree)) - arm.artifacts.keys()
+    return Imported(received, tuple(arm.artifacts.values()), tuple(sorted(missing)))
+
+
+def _difference(ours: KitManifest, theirs: KitManifest) -> str:
+    for name, file in sorted({**ours.files, **theirs.files}.items()):
+        if ours.files.get(name) != theirs.files.get(name):
+            what = "is missing" if name not in theirs.files else "is added" if name not in ours.files else "differs"
+            return f"{name} {what}" if file else name
+    for name in ("arms", "mutants", "batches", "tokens", "draws", "gates", "protocols", "trees", "command", "arch"):
+        if getattr(ours, name) != getattr(theirs, name):
+            return f"its {name} differ"
+    return "its manifest differs"

@@ -1,0 +1,105 @@
+"""What the kernels gate demands of a record that was made on a GPU machine, beyond the rules of every kernels record.
+
+Lines are chained to the kit and to one run of it. Each artifact was loaded from the bytes that the kit names. Every
+evaluated case saw late inputs and replays from a captured graph; per artifact, one case was replayed `REPLAYS` times
+and one ran beside another stream's work. The rules are applied by `verify.protocol.kernels.decide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from verify.protocol import chain
+from verify.protocol.decision import Finding, Line
+
+__all__ = [
+    "PROTOCOL_ID",
+    "REPLAYS",
+    "coverage_findings",
+    "disordered",
+    "label",
+    "labels",
+    "load_findings",
+    "weak_findings",
+]
+
+PROTOCOL_ID = "kernels-cuda/1"
+
+REPLAYS = 1000
+"""Graph replays on the same contents that must give the same bits, for at least one case of each artifact."""
+
+RUNS = ("first", "again", "changed", "late")
+"""Runs that every evaluated case has."""
+
+
+def label(case: Line) -> str:
+    """An artifact as findings name it."""
+    return f"{case['op']} on {case['geometry']}"
+
+
+def labels(header: Line) -> list[str]:
+    """All artifacts of a record."""
+    return [f"{op} on {geometry}" for op, _, geometry in (key.split("/") for key in sorted(header["artifacts"]))]
+
+
+def disordered(lines: Sequence[Line]) -> str | None:
+    """Why the lines are not one record as it was written, or None."""
+    header = lines[0]
+    number = chain.broken(chain.start(str(header["kit"]), str(header["nonce"]), str(header["gate"])), lines)
+    return None if number is None else f"line {number} does not follow from the lines before it"
+
+
+def load_findings(header: Line, load: Line) -> Iterator[Finding]:
+    """A load that failed, or whose worker read another artifact. Failures carry their own code."""
+    key, failure, receipt = str(load["unit"]), load["failure"], load["receipt"]
+    if failure is not None:
+        yield Finding(
+            f"kernels.{failure['failure']}", f"loading {key}: {failure['message']}", "card.load",
+            "images that the driver takes", str(header["command"]),
+        )  # fmt: skip
+    elif (
+        receipt is None
+        or receipt["digest"] != header["artifacts"].get(key)
+        or any(f"{digest}.cubin" != name for name, digest in receipt["images"].items())
+    ):
+        yield Finding(
+            "kernels.wrong_object", f"{key}: other images than the artifact's were loaded", key,
+            f"the images of artifact {header['artifacts'].get(key)}", str(header["command"]),
+        )  # fmt: skip
+
+
+def coverage_findings(header: Line, cases: Sequence[Line]) -> Iterator[Finding]:
+    """What a complete record has to hold and this one does not."""
+    evaluated: dict[str, list[Line]] = {name: [] for name in labels(header)}
+    for case in cases:
+        if case["refused"] is None and case["skipped"] is None:
+            evaluated[label(case)].append(case)
+    for name, own in evaluated.items():
+        for case in own:
+            absent = [run for run in RUNS if run not in case["runs"]]
+            if absent or int(case["replays"]) < 1:
+                yield _lacks(header, name, f"case {case['id']} has no run {', '.join(absent) or 'replayed'}")
+        if own and max(int(case["replays"]) for case in own) < REPLAYS:
+            yield _lacks(header, name, f"no case was replayed {REPLAYS} times")
+        if own and not any("contended" in case["runs"] for case in own):
+            yield _lacks(header, name, "no case ran beside another stream's work")
+
+
+def weak_findings(header: Line, loads: Sequence[Line]) -> Iterator[Finding]:
+    """Loads after which late inputs were copied without letting the kernel start early."""
+    weak = sorted(
+        {str(load["unit"]) for load in loads if load["receipt"] and not load["receipt"]["device"]["late_copy"]}
+    )
+    for key in weak:
+        yield Finding(
+            "kernels.no_late_copy", f"{key}: the late copy could not be loaded, so no kernel started before its inputs",
+            key, "a driver that assembles PTX", str(header["command"]),
+        )  # fmt: skip
+
+
+def _lacks(header: Line, name: str, what: str) -> Finding:
+    return Finding(
+        "kernels.incomplete_record", f"op {name}: {what}", f"op {name}",
+        f"runs {', '.join(RUNS)} and replays for every case, {REPLAYS} replays and a contended run for every artifact",
+        str(header["command"]),
+    )  # fmt: skip

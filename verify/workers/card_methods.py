@@ -1,0 +1,198 @@
+"""Methods that run single ops on a GPU, over an image of device memory in the shared buffer.
+
+The evaluator writes the image and says where its tensors lie; a run makes the image the device memory's contents,
+launches the bound call, and copies the memory back. Which values the tunables take follows from the arm's schedule, as
+in a planned step. What touches the GPU is behind `Card`, so that the sequence can be tried without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from k3_backend.aot.arguments import BindError, call_sizes
+from k3_backend.aot.cuda.arch import ARCHS
+from k3_backend.aot.cuda.descriptor import Descriptor
+from k3_backend.aot.manifest import file_digest
+from k3_backend.aot.schedule import Declarations, Schedule, load_declarations
+from k3_backend.geometry import Geometry, geometry
+from k3_backend.ops import OPS
+from k3_backend.ops.interface import OpSpec
+from verify.workers.main import Method, Session
+from verify.workers.shared import View
+
+__all__ = ["METHODS", "MODES", "Card", "Plan", "install", "read_choices"]
+
+MODES = ("eager", "graph", "late", "contended")
+"""How a run launches: by itself; from a captured graph; from a graph in which everything but the weights is written by
+a kernel that starts its successor early and then takes its time; from a graph, beside another stream's work."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call as the card needs it."""
+
+    spec: OpSpec
+    geometry: Geometry
+    attrs: Mapping[str, int | float]
+    tunables: Mapping[str, int]
+
+
+class Card(Protocol):
+    """A GPU with one op's kernels loaded. Any exception of `run` and `repeat` may leave it unusable."""
+
+    def load(self, folder: Path, spec: OpSpec, geometry: Geometry, nbytes: int) -> dict[str, Any]:
+        """Load an artifact's images and reserve device memory; facts for the raw line."""
+        ...
+
+    def scratch(self, plan: Plan, layout: Mapping[str, View]) -> Sequence[tuple[str, str, int, bool]]:
+        """(name, dtype, elements, zeroed) of the workspaces of a call; BindError if no variant takes it."""
+        ...
+
+    def bind(self, plan: Plan, views: Mapping[str, View], scratch: Mapping[str, View]) -> int:
+        """Pack a call over device memory; a handle."""
+        ...
+
+    def run(self, handle: int, mode: str, image: npt.NDArray[np.uint8], delay_ns: int) -> None:
+        """Run once: contents from `image`, results into it."""
+        ...
+
+    def repeat(
+        self, handle: int, image: npt.NDArray[np.uint8], views: Sequence[View], out: npt.NDArray[np.uint8], count: int
+    ) -> None:
+        """Run `count` times on the image's contents; the viewed bytes of each run go to `out`, run by run."""
+        ...
+
+
+@dataclass
+class _Area:
+    card: Card
+    spec: OpSpec
+    geometry: Geometry
+    declared: Declarations
+    schedule: Schedule
+    plans: dict[int, Plan] = field(default_factory=dict)
+
+
+def install(session: Session, card: Card) -> None:
+    """Use this card for the session; the default is `cuda_card.CudaCard`, made on first use."""
+    session.areas["card.device"] = card
+
+
+def load(session: Session, *, op: str, arch: str, geometry_name: str, nbytes: int) -> dict[str, Any]:
+    """Load one op's kernels; says which bytes were handed to the driver.
+
+    Args:
+        session: the worker's; its artifacts hold the op's folder.
+        op: op name.
+        arch: names the schedules' family.
+        geometry_name: what the artifact was built for.
+        nbytes: largest image of a call.
+    """
+    folder, spec, g = session.artifacts[op], OPS[op], geometry(geometry_name)
+    if session.schedules is None:
+        raise ValueError("this arm has no schedules")
+    descriptor, declared, schedule = read_choices(folder, session.schedules, spec, g, arch)
+    digests = {name: file_digest(folder / name) for name in descriptor.images()}
+    card = session.areas.get("card.device")
+    if card is None:
+        from verify.workers.cuda_card import CudaCard
+
+        card = session.areas["card.device"] = CudaCard()
+    facts = card.load(folder, spec, g, nbytes)
+    session.areas["card"] = _Area(card, spec, g, declared, schedule)
+    return {"images": digests, "device": facts}
+
+
+def read_choices(
+    folder: Path, schedules: Path, spec: OpSpec, g: Geometry, arch: str
+) -> tuple[Descriptor, Declarations, Schedule]:
+    """What decides a call's tunables: the artifact's descriptor and declarations, and the arm's schedule.
+
+    Raises:
+        ArtifactError, ScheduleError: one of them cannot be read, or they do not fit.
+    """
+    descriptor, declared = Descriptor.read(folder, spec), load_declarations(folder / "cute.toml")
+    built = {name: sorted({v.choices[name] for v in descriptor.variants}) for name in descriptor.specialised}
+    path = schedules / ARCHS[arch].schedules / g.name / f"{spec.name}.toml"
+    schedule = Schedule.load(path, op=spec.name, geometry=g.name, tunables=declared.tunables, specialised=built)
+    return descriptor, declared, schedule
+
+
+def begin(
+    session: Session, *, layout: Mapping[str, Any], attrs: Mapping[str, int | float], rows: int
+) -> dict[str, Any]:
+    """Choose tunables for a call and say which workspaces it needs; or `refused`, why nobody would launch it."""
+    area = _area(session)
+    views = {name: View.from_json(view) for name, view in layout.items()}
+    sizes = _sizes(area, views) | {name: value for name, value in attrs.items() if isinstance(value, int)}
+    for attr, values in area.declared.supports.items():
+        if attrs.get(attr) not in values:
+            return {"refused": f"attribute {attr} = {attrs.get(attr)}; the kernel supports {list(values)}"}
+    chosen = area.schedule.lookup(rows, sizes)
+    if chosen is None:
+        return {"refused": f"no schedule bucket for {rows} rows"}
+    plan = Plan(area.spec, area.geometry, dict(attrs), chosen)
+    try:
+        scratch = area.card.scratch(plan, views)
+    except BindError as error:
+        return {"refused": str(error)}
+    area.plans[len(area.plans)] = plan
+    return {"plan": len(area.plans) - 1, "tunables": chosen, "scratch": [list(entry) for entry in scratch]}
+
+
+def bind(session: Session, *, plan: int, views: Mapping[str, Any], scratch: Mapping[str, Any]) -> dict[str, Any]:
+    """Pack a planned call over the image's places."""
+    area = _area(session)
+    placed = {name: View.from_json(view) for name, view in views.items()}
+    work = {name: View.from_json(view) for name, view in scratch.items()}
+    return {"handle": area.card.bind(area.plans[plan], placed, work)}
+
+
+def run(session: Session, *, handle: int, mode: str, used: int, delay_ns: int = 0) -> dict[str, Any]:
+    """Run a bound call on the first `used` bytes of the image."""
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r}; expected one of {', '.join(MODES)}")
+    _area(session).card.run(handle, mode, session.buffer[:used], delay_ns)
+    return {}
+
+
+def repeat(session: Session, *, handle: int, used: int, views: Sequence[Any], at: int, count: int) -> dict[str, Any]:
+    """Run `count` times; the bytes of `views` after each run go to the shared buffer from offset `at` on."""
+    placed = [View.from_json(view) for view in views]
+    size = sum(view.nbytes for view in placed)
+    out = session.buffer[at : at + count * size]
+    if out.nbytes != count * size or at < used:
+        raise ValueError(f"{count} results of {size} bytes do not fit behind offset {at}")
+    _area(session).card.repeat(handle, session.buffer[:used], placed, out, count)
+    return {}
+
+
+def _area(session: Session) -> _Area:
+    area = session.areas["card"]
+    assert isinstance(area, _Area)
+    return area
+
+
+def _sizes(area: _Area, views: Mapping[str, View]) -> dict[str, int]:
+    """Symbolic sizes of a call from shapes alone."""
+    import torch
+
+    shapes: dict[str, torch.Tensor | None] = {
+        name: torch.empty(view.shape, device="meta") for name, view in views.items()
+    }
+    return call_sizes(area.spec, area.geometry, shapes)
+
+
+METHODS: dict[str, Method] = {
+    "card.load": load,
+    "card.begin": begin,
+    "card.bind": bind,
+    "card.run": run,
+    "card.repeat": repeat,
+}

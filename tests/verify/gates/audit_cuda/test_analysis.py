@@ -222,6 +222,25 @@ def test_poll_by_one_thread_for_the_cta(tmp_path: Path) -> None:
     assert rows(found, "LDG.E")[0]["poll"] == "after"
 
 
+_SWAP = """
+LDC.64 R2, c[0x0][0x380]
+.L_x_0:
+{read}
+ATOMG.E.CAS.STRONG.GPU PT, R6, desc[UR4][R2.64], R4, R5
+ISETP.NE.U32.AND P0, PT, R6, R4, PT
+@P0 BRA `(.L_x_0)
+EXIT
+"""
+
+
+def test_compare_and_swap_is_a_poll_only_as_a_lock(tmp_path: Path) -> None:
+    """A sum made of compare-and-swap waits for nobody; a lock does."""
+    total = _SWAP.format(read="LDG.E R4, desc[UR4][R2.64]\nFADD R5, R4, R9")
+    lock = _SWAP.format(read="MOV R4, 0x0\nMOV R5, 0x1")
+    assert facts(tmp_path, total)["polls"] == []
+    assert [p["op"] for p in facts(tmp_path, lock)["polls"]] == ["ATOMG.E.CAS.STRONG.GPU"]
+
+
 def test_guard_that_leaves_no_loop_is_no_poll(tmp_path: Path) -> None:
     """A strong load that only guards a store inside a loop does not end it."""
     found = facts(

@@ -36,7 +36,7 @@ def _codes(
     body = change(text[start.start() : end].split("\n"))
     # Only this kernel: the others would be analysed for nothing.
     changed = text[: text.index("\n//-----")] + "\n" + "\n".join(body)
-    monkeypatch.setattr(facts, "disassemble", lambda _: Disassembly(changed, None, None, None))
+    monkeypatch.setattr(facts, "disassemble", lambda _: Disassembly(changed, None, None))
     entry = next(
         f["kernel"] for f in built.all_facts("kernels") if f["kernel"].startswith(f"kernel_cutlass_{name}_ptr")
     )

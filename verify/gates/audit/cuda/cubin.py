@@ -69,11 +69,9 @@ class Cubin:
 
     arch: str
     kernels: Mapping[str, Kernel]
-    sections: tuple[str, ...]
     undefined_functions: tuple[str, ...]
     device_bytes: int
     """Module variables in global memory, which outlive a launch."""
-    code_bytes: int
 
 
 def read(data: bytes) -> Cubin:
@@ -116,7 +114,6 @@ def _read(elf: Any) -> Cubin:
     return Cubin(
         arch=_arch(elf),
         kernels=kernels,
-        sections=tuple(s.name for s in sections if s.name),
         undefined_functions=tuple(
             sorted(
                 s.name
@@ -127,7 +124,6 @@ def _read(elf: Any) -> Cubin:
         device_bytes=sum(
             int(s["sh_size"]) for s in sections if s.name == ".nv.global" or s.name.startswith(".nv.global.")
         ),
-        code_bytes=sum(int(s["sh_size"]) for s in sections if s.name.startswith(".text.")),
     )
 
 

@@ -23,7 +23,6 @@ class Disassembly:
     """The listing, or why there is none."""
 
     text: str
-    version: str | None
     missing: str | None
     """The machine cannot disassemble: no tool or no sandbox."""
     failed: str | None
@@ -48,10 +47,10 @@ def disassemble(cubin: bytes) -> Disassembly:
     """Text of `nvdisasm -c -g`: code with source lines where the file has them."""
     tool = find()
     if tool is None:
-        return Disassembly("", None, "nvdisasm not found; pip install nvidia-cuda-nvdisasm", None)
+        return Disassembly("", "nvdisasm not found; pip install nvidia-cuda-nvdisasm", None)
     reason = sandbox.unavailable()
     if reason is not None:
-        return Disassembly("", None, f"no sandbox for nvdisasm: {reason.message}; {reason.next}", None)
+        return Disassembly("", f"no sandbox for nvdisasm: {reason.message}; {reason.next}", None)
     with tempfile.TemporaryDirectory(prefix="fasttrack-audit-") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -66,12 +65,12 @@ def disassemble(cubin: bytes) -> Disassembly:
                 output_bytes=_OUTPUT_BYTES,
             )
         except FasttrackError as error:
-            return Disassembly("", None, f"nvdisasm cannot be started: {error}", None)
+            return Disassembly("", f"nvdisasm cannot be started: {error}", None)
     if done.timed_out:
-        return Disassembly("", None, None, f"nvdisasm did not finish within {_TIMEOUT_S} s")
+        return Disassembly("", None, f"nvdisasm did not finish within {_TIMEOUT_S} s")
     if done.returncode:
         why = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"status {done.returncode}"]
-        return Disassembly("", None, None, f"nvdisasm: {why[0][:200]}")
+        return Disassembly("", None, f"nvdisasm: {why[0][:200]}")
     if len(done.stdout) >= _OUTPUT_BYTES:
-        return Disassembly("", None, None, f"nvdisasm printed more than {_OUTPUT_BYTES >> 20} MiB")
-    return Disassembly(done.stdout.decode("utf-8", "replace"), None, None, None)
+        return Disassembly("", None, f"nvdisasm printed more than {_OUTPUT_BYTES >> 20} MiB")
+    return Disassembly(done.stdout.decode("utf-8", "replace"), None, None)

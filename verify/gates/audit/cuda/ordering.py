@@ -118,18 +118,27 @@ def find_polls(
     }  # fmt: skip
     for load, bit in polls.items():
         for loop in loops:
-            if holder[load] in loop.blocks and _waits(ops, graph, load, loop) and _ends(ops, graph, loop, bit, values):
+            if (
+                holder[load] in loop.blocks
+                and _waits(ops, graph, load, loop, polls, values)
+                and _ends(ops, graph, loop, bit, values)
+            ):
                 found.append(Poll(load, loop, bit))
                 break
     return found
 
 
-def _waits(ops: Sequence[Op], graph: Graph, load: int, loop: Loop) -> bool:
+def _waits(ops: Sequence[Op], graph: Graph, load: int, loop: Loop, polls: Mapping[int, int], values: Values) -> bool:
     op = ops[load]
-    if op.memory[0].touch is not Touch.ATOMIC or ".CAS" in op.opcode or ".EXCH" in op.opcode:
-        return True
     inside = [i for b in loop.blocks for i in range(graph.blocks[b].first, graph.blocks[b].last + 1)]
-    return sum(bool(ops[i].memory) for i in inside) == 1
+    # Where what is swapped in was computed from what was read, the loop is an atomic operation made of
+    # compare-and-swap: it waits for nobody.
+    swaps = [i for i in inside if i in polls and ".CAS" in ops[i].opcode.upper()]
+    if op.memory[0].touch is not Touch.ATOMIC:
+        return not any(values.inputs.get(i, 0) & polls[load] for i in swaps)
+    if load in swaps:
+        return not values.inputs.get(load, 0) & sum({polls[i] for i in inside if i in polls})
+    return ".EXCH" in op.opcode or ".exch" in op.opcode or sum(bool(ops[i].memory) for i in inside) == 1
 
 
 def find_tickets(

@@ -100,6 +100,8 @@ class Values:
     """(instruction, number of the access) -> value of its address."""
     policies: dict[tuple[int, int], tuple[Value, Value]] = field(default_factory=dict)
     conditions: dict[int, int] = field(default_factory=dict)
+    inputs: dict[int, int] = field(default_factory=dict)
+    """Instruction that may be polled -> origins of its operands other than the address."""
 
 
 def trace(
@@ -326,6 +328,12 @@ class _Analysis:
             if access.policy is not None:
                 low, high = access.policy
                 result.policies[op.index, number] = (self.read(op, low, state), self.read(op, high, state))
+        if op.index in self.polls:
+            address = {register for access in op.memory for register in access.address}
+            bits = 0
+            for register in op.uses:
+                bits |= 0 if register in address else self.read(op, register, state)[0]
+            result.inputs[op.index] = bits
         if op.condition:
             bits = 0
             for register in op.condition:

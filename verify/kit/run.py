@@ -74,7 +74,7 @@ def session(
     Raises:
         FasttrackError: the machine cannot run the kit, unknown gate, or `out` cannot be used.
     """
-    machine = machine or Machine()
+    root, machine = root.resolve(), machine or Machine()
     manifest = read_kit(root)
     chosen = _chosen(manifest, gates)
     if minutes is not None and not (math.isfinite(minutes) and minutes > 0):

@@ -7,13 +7,15 @@ the step has drafts, and the arguments of one random site of the wanted op are t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from k3_backend.geometry import geometry
+from k3_backend.geometry import Geometry, geometry
 from k3_backend.model.batch import cache_rows
 from k3_backend.model.program import Site, bind, decode_program
 from k3_backend.model.state import DecodeState
@@ -22,7 +24,7 @@ from k3_backend.ops.registry import standard
 from verify.evaluator.inputs.draw import Draw
 from verify.evaluator.inputs.masks import Inputs, Tensors
 
-__all__ = ["captured"]
+__all__ = ["captured", "stand_in"]
 
 _PAGE = 16
 _STEPS = 6
@@ -34,15 +36,55 @@ _MODELS = 3
 """Different seeded models in use; which one is part of the case's seed."""
 
 
+_LARGE_HIDDEN = 1024
+"""Geometries wider than this are captured from a shallower model: its weights are drawn in seconds, not minutes."""
+_LARGE_MODELS = 1
+_FEW_EXPERTS = 8
+_RANK_HEADS = 12
+"""Heads of the widest rank; whole models have more."""
+_lock = threading.Lock()
+
+
 @lru_cache(maxsize=_MODELS)
 def _model(name: str, seed: int) -> ModelWeights:
-    return ModelWeights.seeded(geometry(name), seed)
+    return ModelWeights.seeded(stand_in(geometry(name)), seed)
+
+
+def stand_in(g: Geometry) -> Geometry:
+    """The geometry of the model that is run: `g` itself, or one with its attention and AttnRes shapes but less depth.
+
+    Everything that shapes the attention side is kept: hidden size, ranks, saved AttnRes rows. Layers, experts and
+    vocabulary, which only the other side sees, are cut. Whole models' heads are cut too: no op of one rank has them.
+    """
+    if g.hidden <= _LARGE_HIDDEN:
+        return g
+    layers = max(4, 2 * g.attn_res_blocks)
+    return replace(
+        g,
+        layers=layers,
+        mla_layers=tuple(range(1, layers, 2)) if g.attn_res_blocks > 1 else (layers - 1,),
+        attn_res_block=2 if g.attn_res_blocks > 1 else layers,
+        heads=g.heads if g.heads <= _RANK_HEADS else _RANK_HEADS // 2,
+        latent=min(g.latent, 512),
+        experts=_FEW_EXPERTS,
+        top_k=min(g.top_k, _FEW_EXPERTS // 2),
+        expert_width=min(g.expert_width, 192),
+        shared_width=min(g.shared_width, 384),
+        dense_width=min(g.dense_width, 1024),
+        vocab=1024,
+        bos=1020,
+        eos=1021,
+        pad=1022,
+        media=1023,
+    )
 
 
 def captured(d: Draw) -> Inputs:
     """Arguments of one random site of `d.case.op` for the case's batch and tokens."""
-    g, batch, tokens = d.geometry, d.case.batch, d.case.tokens
-    weights = _model(g.name, d.fixed.integer(0, _MODELS - 1))
+    g, batch, tokens = stand_in(d.geometry), d.case.batch, d.case.tokens
+    seed = d.fixed.integer(0, (_MODELS if g is d.geometry else _LARGE_MODELS) - 1)
+    with _lock:  # cases of several ops may be made at a time
+        weights = _model(d.geometry.name, seed)
     program = decode_program(g, tokens)
     candidates = [site for site in program if site.op == d.case.op]
     wanted = candidates[d.fixed.integer(0, len(candidates) - 1)]

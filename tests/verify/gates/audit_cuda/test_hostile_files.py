@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from harness import sandbox
 from tests.verify.gates.audit_cuda.conftest import PARAMS, Built
 from tests.verify.gates.audit_cuda.listings import HEAD
 from verify.gates.audit.cuda import Facts, inspect_cubin, inspect_file
@@ -143,3 +144,17 @@ def test_no_disassembler_is_not_evaluated(built: Built, monkeypatch: pytest.Monk
     found = judge(inspect_cubin(built.cubin("prints"), params=PARAMS), "k", "n")
     gap = next(f for f in found if f.code == "audit.not_evaluated")
     assert "pip install nvidia-cuda-nvdisasm" in gap.message
+
+
+@pytest.mark.parametrize(
+    ("status", "stderr", "gap"), [(137, b"", True), (1, b"bwrap: no", True), (1, b"nvdisasm fatal", False)]
+)
+def test_a_failing_machine_is_not_the_files_fault(
+    built: Built, monkeypatch: pytest.MonkeyPatch, status: int, stderr: bytes, gap: bool
+) -> None:
+    """A disassembler that was killed leaves the kernel unjudged; one that refuses the file fails it."""
+    done = sandbox.Finished(status, b"", stderr, False, 0.1)
+    monkeypatch.setattr("verify.gates.audit.cuda.nvdisasm.sandbox.run", lambda *_, **__: done)
+    codes = {f.code for f in judge(inspect_cubin(built.cubin("switch"), params=PARAMS))}
+    assert ("audit.not_evaluated" in codes) == gap
+    assert ("audit.cubin_malformed" in codes) != gap

@@ -15,7 +15,9 @@ from harness.errors import FasttrackError
 __all__ = ["Disassembly", "disassemble", "find"]
 
 _TIMEOUT_S = 120
-_OUTPUT_BYTES = 512 << 20
+_SIGNAL = 128
+"""A status from here on means that a signal ended the program."""
+_OUTPUT_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -58,19 +60,26 @@ def disassemble(cubin: bytes) -> Disassembly:
         path.write_bytes(cubin)
         path.chmod(0o644)
         try:
-            done = sandbox.run(
-                [str(tool), "-c", "-g", str(path)],
-                ro=[tool, path],
-                timeout_s=_TIMEOUT_S,
-                output_bytes=_OUTPUT_BYTES,
-            )
+            done = _run(tool, path)
+            if _machines_fault(done):
+                done = _run(tool, path)
         except FasttrackError as error:
             return Disassembly("", f"nvdisasm cannot be started: {error}", None)
-    if done.timed_out:
-        return Disassembly("", None, f"nvdisasm did not finish within {_TIMEOUT_S} s")
+    why = (done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"status {done.returncode}"])[-1][:200]
+    if _machines_fault(done):
+        return Disassembly("", f"nvdisasm did not run to its end (status {done.returncode}: {why})", None)
     if done.returncode:
-        why = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"status {done.returncode}"]
-        return Disassembly("", None, f"nvdisasm: {why[0][:200]}")
+        return Disassembly("", None, f"nvdisasm: {why}")
     if len(done.stdout) >= _OUTPUT_BYTES:
         return Disassembly("", None, f"nvdisasm printed more than {_OUTPUT_BYTES >> 20} MiB")
     return Disassembly(done.stdout.decode("utf-8", "replace"), None, None)
+
+
+def _run(tool: Path, path: Path) -> sandbox.Finished:
+    argv = [str(tool), "-c", "-g", str(path)]
+    return sandbox.run(argv, ro=[tool, path], timeout_s=_TIMEOUT_S, output_bytes=_OUTPUT_BYTES)
+
+
+def _machines_fault(done: sandbox.Finished) -> bool:
+    """Killed, too slow, or failed without a word of its own: says nothing about the file."""
+    return done.timed_out or done.returncode >= _SIGNAL or (done.returncode != 0 and b"nvdisasm" not in done.stderr)

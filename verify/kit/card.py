@@ -31,6 +31,8 @@ CONTENDED_RUNS = 2
 _CHUNK_BYTES = 64 << 20
 _RUN_TIMEOUT_S = 60.0
 _MODES = {"first": "eager", "again": "eager", "late": "late", "contended": "contended"}
+_WORKSPACE = "workspace "
+"""Before a workspace's name, which may also be a tensor's."""
 _STANDARD_ON_HOST = frozenset({"mla_decode"})
 """Ops whose standard path calls a kernel that torch has for the CPU only."""
 
@@ -53,7 +55,6 @@ class CardDevice:
         self.contended = contended
         """Whether another stream works beside some runs."""
         self._plan: Mapping[str, Any] = {}
-        self._scratch: tuple[Scratch, ...] = ()
         self._delays: list[int] = []
 
     def standard_at(self, op: str) -> torch.device:
@@ -67,17 +68,20 @@ class CardDevice:
         if "refused" in answer:
             raise Refused(str(answer["refused"]))
         self._plan = answer
-        self._scratch = tuple(Scratch(*entry) for entry in answer["scratch"])
-        return self._scratch
+        scratch = (Scratch(*entry) for entry in answer["scratch"])
+        return tuple(entry._replace(name=_WORKSPACE + entry.name) for entry in scratch)
 
     def bind(self, call: Call, views: Mapping[str, View]) -> Bound:  # noqa: ARG002 - every device has the same signature
         """Pack the call over the arena."""
-        work = {scratch.name for scratch in self._scratch}
         answer = self._call(
             "card.bind",
             plan=self._plan["plan"],
-            views={name: view.to_json() for name, view in views.items() if name not in work},
-            scratch={name: view.to_json() for name, view in views.items() if name in work},
+            views={name: view.to_json() for name, view in views.items() if not name.startswith(_WORKSPACE)},
+            scratch={
+                name.removeprefix(_WORKSPACE): view.to_json()
+                for name, view in views.items()
+                if name.startswith(_WORKSPACE)
+            },
         )
         return Bound(int(answer["handle"]), self._plan["tunables"])
 

@@ -41,6 +41,8 @@ BUFFER_BYTES = 3 << 29
 FEW_REPLAYS = 8
 REPLAY_BYTES = {FEW_REPLAYS: 1 << 29, REPLAYS: 8 << 30}
 """Results that are compared per case, by wanted replays; fewer replays where each result is large."""
+_SPARSE = frozenset({"padding", "empty", "spikes", "equal"})
+"""Classes whose results hold little that could differ between replays."""
 LOAD_TIMEOUT_S = 180.0
 MAX_BAD_CASES = 3
 """Failing cases after which the rest of a unit's cases is skipped: the outcome is decided."""
@@ -129,8 +131,7 @@ class _Unit:
         self.bad: Counter[str] = Counter()
         self.stopped: str | None = None
         own = [p.case for p in plan if (p.case.op, p.case.geometry) == (unit.op, unit.geometry)]
-        # The smallest case without padding: a replay that differs is no request's missing state.
-        plain = [case for case in own if case.kind == "gaussian"] or own
+        plain = [case for case in own if case.kind not in _SPARSE] or own
         self.often = min(plain, key=lambda case: (case.rows, case.id)).id
         for line in kit.results.lines(GATE):
             if line["kind"] == "case" and (line["op"], line["geometry"]) == (unit.op, unit.geometry):

@@ -7,6 +7,7 @@ and one ran beside another stream's work. The rules are applied by `verify.proto
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from verify.protocol import chain
@@ -70,6 +71,7 @@ def load_findings(header: Line, load: Line) -> Iterator[Finding]:
 
 def coverage_findings(header: Line, cases: Sequence[Line]) -> Iterator[Finding]:
     """What a complete record has to hold and this one does not."""
+    yield from _plan_findings(header)
     evaluated: dict[str, list[Line]] = {name: [] for name in labels(header)}
     for case in cases:
         if case["refused"] is None and case["skipped"] is None:
@@ -83,6 +85,24 @@ def coverage_findings(header: Line, cases: Sequence[Line]) -> Iterator[Finding]:
             yield _lacks(header, name, f"no case was replayed {REPLAYS} times")
         if own and not any("contended" in case["runs"] for case in own):
             yield _lacks(header, name, "no case ran beside another stream's work")
+
+
+def _plan_findings(header: Line) -> Iterator[Finding]:
+    """What the plan should hold for each artifact: every class `draws` times, every declared batch and T once."""
+    plan = list(header["plan"])
+    if [case["id"] for case in plan] != list(header["planned"]):
+        yield _lacks(header, "all", "the plan's cases are not the planned ones")
+    for key in sorted(header["artifacts"]):
+        op, _, geometry = key.split("/")
+        own = [case for case in plan if (case["op"], case["geometry"]) == (op, geometry)]
+        drawn = Counter(str(case["kind"]) for case in own)
+        absent = [f"class {kind}" for kind in header["classes"][op] if drawn[kind] < int(header["draws"])]
+        plain = {int(case["batch"]) for case in own if int(case["tokens"]) == 1}
+        absent += [f"batch {batch}" for batch in header["batches"] if batch not in plain]
+        seen = {int(case["tokens"]) for case in own}
+        absent += [f"T = {tokens}" for tokens in header["tokens"] if tokens not in seen]
+        if absent:
+            yield _lacks(header, f"{op} on {geometry}", f"the plan lacks {', '.join(absent[:5])}")
 
 
 def weak_findings(header: Line, loads: Sequence[Line]) -> Iterator[Finding]:

@@ -79,6 +79,7 @@ class CudaCard:
         roles = {tensor.name: tensor.role for tensor in plan.spec.tensors}
         late = [view for name, view in views.items() if roles[name] != "constant"] + list(scratch.values())
         self.calls = [_Call(bound, late)]
+        torch.cuda.synchronize()
         return 0
 
     def run(self, handle: int, mode: str, image: npt.NDArray[np.uint8], delay_ns: int) -> None:

@@ -27,7 +27,9 @@ from verify.workers.main import Session
 from verify.workers.shared import View
 
 EARLY_BYTE = 0xFF
-FIRST_ROWS = 20
+REFUSED = b"not an image"
+"""Content of an image that this card does not load."""
+FIRST_ROWS = 70
 """Rows from which faults apply, one per number of rows; fewer rows are honest."""
 FAULTS: dict[str, str] = {
     "wrong_scale": "mismatch",
@@ -67,7 +69,9 @@ def install() -> None:
 class FakeCard:
     """Device memory is a tensor of its own: nothing reaches the image but what is copied back."""
 
-    def load(self, folder: Path, spec: OpSpec, geometry: Geometry, nbytes: int) -> dict[str, Any]:  # noqa: ARG002
+    def load(self, folder: Path, spec: OpSpec, geometry: Geometry, nbytes: int) -> dict[str, Any]:
+        if any(path.read_bytes() == REFUSED for path in folder.glob("*.cubin")):
+            raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
         self.spec, self.geometry = spec, geometry
         whole = np.zeros(nbytes + 256, dtype=np.uint8)
         self.arena = whole[-whole.ctypes.data % 256 :][:nbytes]
@@ -157,7 +161,8 @@ class FakeCard:
             self._tensor(scratch["counter"])[3] = 1
 
     def _rows(self, tensors: Mapping[str, Tensor]) -> int:
-        return int(tensors[self.spec.tensors[0].name].shape[0])
+        spec = next(spec for spec in self.spec.tensors if "M" in spec.dims and spec.name in tensors)
+        return int(tensors[spec.name].shape[spec.dims.index("M")])
 
     def _tensor(self, view: View) -> Tensor:
         data = torch.from_numpy(self.arena[view.offset : view.offset + view.nbytes])

@@ -65,17 +65,22 @@ def fake_artifact(folder: Path, op: str, geometry: str, image: bytes = b"machine
     return artifact
 
 
-def fake_arm(folder: Path, units: Mapping[str, str], max_rows: int = 512) -> Arm:
+def fake_arm(
+    folder: Path, units: Mapping[str, str], max_rows: int = 512, images: Mapping[str, bytes] | None = None
+) -> Arm:
     """An arm of fake artifacts.
 
     Args:
         folder: where to put it.
         units: op to geometry.
         max_rows: where its schedules end.
+        images: op to the content of its image.
     """
     artifacts = {}
     for op, geometry in units.items():
-        artifacts[Unit(geometry, op, ARCH)] = fake_artifact(folder / "artifacts" / geometry / op, op, geometry)
+        artifacts[Unit(geometry, op, ARCH)] = fake_artifact(
+            folder / "artifacts" / geometry / op, op, geometry, (images or {}).get(op, b"machine code")
+        )
         schedule = folder / "schedules" / "h200" / geometry / f"{op}.toml"
         schedule.parent.mkdir(parents=True, exist_ok=True)
         schedule.write_text(f"version = 1\n\n[[bucket]]\nmax_rows = {max_rows}\n")

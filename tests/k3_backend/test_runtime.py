@@ -259,7 +259,7 @@ def _misaligned(shape: tuple[int, ...]) -> torch.Tensor:
         ("x", torch.zeros(PICO.hidden, 4, dtype=torch.bfloat16).t(), "strides are"),
         ("latent", _misaligned((4, PICO.latent)), "alignment to 64 bytes"),
         ("x", np.zeros(3), "is ndarray"),
-        ("x", torch.zeros(4, PICO.hidden, dtype=torch.bfloat16, device="meta"), "host memory"),
+        ("x", torch.zeros(4, PICO.hidden, dtype=torch.bfloat16, device="meta"), "a torch tensor on cpu"),
     ],
 )
 def test_unfit_tensors_never_reach_a_kernel(

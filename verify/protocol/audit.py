@@ -88,10 +88,10 @@ CODES = {
     "audit.segment_register": "addresses memory through fs or gs: the thread's control block",
     "audit.instructions_unread": "the instructions could not be read, so their rules are not evaluated",
     "audit.no_objects": "the build gate left nothing to audit",
-    "audit.device": "this version audits no artifacts of the target's device",
     "audit.incomplete_record": "the raw lines do not hold a complete attempt",
     "audit.environment": "the machine could not run the gate",
     "audit.internal_error": "the gate itself failed",
+    **audit_cuda.CODES,
 }
 """Every reason code of this gate and what it means."""
 
@@ -132,7 +132,7 @@ def decide(lines: Sequence[Line]) -> Decision:
     objects = of_kind(body, "object")
     if [o["digest"] for o in objects] != [o["digest"] for o in header["objects"]] or not objects:
         return incomplete("audit", f"{len(objects)} of {len(header['objects'])} objects are recorded")
-    if header["protocol"] == audit_cuda.PROTOCOL_ID:
+    if header.get("protocol") == audit_cuda.PROTOCOL_ID:
         return _decide_device(header, objects)
     findings = [
         finding

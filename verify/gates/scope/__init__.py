@@ -76,7 +76,7 @@ def scan_file(path: str, data: bytes, scope: Scope, has_file: Callable[[str], bo
                 "scope.file_type",
                 1,
                 f"no rules for {PurePosixPath(path).name} here",
-                "kernels/<op>/cpu.cc, *.h, *.py, cpu.toml; schedules/**/*.toml",
+                "kernels/<op>/cpu.cc, *.h, *.py, cpu.toml, cute.toml; schedules/**/*.toml",
             )
         ]
     content, found = text.decode(data)
@@ -102,7 +102,7 @@ def _kind(path: str) -> str | None:
         return "cpp"
     if name.suffix == ".py":
         return "python"
-    return "toml" if name.name == "cpu.toml" and len(name.parts) == 4 else None
+    return "toml" if name.name in ("cpu.toml", "cute.toml") and len(name.parts) == 4 else None
 
 
 def _shadowing(path: str, scope: Scope) -> list[Observation]:

@@ -36,7 +36,9 @@ _MUTATORS = frozenset({
     "sort", "reverse",
 })  # fmt: skip
 _PACKAGE = "k3_backend"
-_PACKAGE_PARTS = ("k3_backend.kernels", "k3_backend.geometry")
+_PACKAGE_PARTS = ("k3_backend.kernels", "k3_backend.geometry", "k3_backend.aot.cuda.contract")
+_DSL_LOAD = "cute.arch.load"
+"""The one `load` that reads device memory and not a file."""
 _EXPECTED_DYNAMIC = "names and code written out"
 
 
@@ -145,7 +147,7 @@ class _Scanner:
                 )
 
     def _attribute(self, node: ast.Attribute) -> Iterator[Observation]:
-        if node.attr in _FRAMES or node.attr in _MODULES:
+        if (node.attr in _FRAMES or node.attr in _MODULES) and ast.unparse(node) != _DSL_LOAD:
             yield Observation(
                 "scope.py_introspection", node.lineno, f"attribute .{node.attr}", "arithmetic and the kernel DSL"
             )

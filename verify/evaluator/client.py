@@ -108,6 +108,14 @@ class Client:
                     waiting += [int(child) for child in (task / "children").read_text().split()]
         return frozenset(found)
 
+    def finish(self, timeout_s: float) -> int | None:
+        """Let the worker end by itself; its exit status, null if it does not end in time. `stop` has still to follow.
+
+        What a tool around the worker says at its end is lost with `stop`, which kills.
+        """
+        self._channel.close()
+        return _wait(self._process, timeout_s)
+
     def stop(self) -> None:
         """Kill the process tree, wait for it and release the buffer's descriptor. Idempotent."""
         self._channel.close()

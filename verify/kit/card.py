@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verify.evaluator import device
 from verify.evaluator.client import Client
 from verify.evaluator.device import Bound, Layout, Refused, Scratch
 from verify.evaluator.execute import as_tensor
@@ -21,7 +20,7 @@ from verify.evaluator.failures import WorkerCrashed, WorkerError
 from verify.evaluator.inputs import Call
 from verify.workers.shared import View
 
-__all__ = ["CardDevice"]
+__all__ = ["CardDevice", "EagerDevice"]
 
 GUARD_BYTES = 64 << 10
 """Red zone: four rows of the widest tensors (7168 bf16), so that an overrun by a tile's row stays inside it."""
@@ -30,6 +29,7 @@ LATE_DELAYS_NS = (2_000, 30_000, 200_000)
 CONTENDED_RUNS = 2
 _CHUNK_BYTES = 64 << 20
 _RUN_TIMEOUT_S = 60.0
+"""Deadline of one call; honest ones take milliseconds, repetitions seconds."""
 _MODES = {"first": "eager", "again": "eager", "late": "late", "contended": "contended"}
 _WORKSPACE = "workspace "
 """Before a workspace's name, which may also be a tensor's."""
@@ -41,6 +41,8 @@ class CardDevice:
     """One worker with one op loaded."""
 
     guard_bytes = GUARD_BYTES
+
+    timeout_s = _RUN_TIMEOUT_S
 
     def __init__(
         self, worker: Client, evaluator: torch.device, replays: int = 0, replay_bytes: int = 0, *, contended: bool
@@ -132,9 +134,25 @@ class CardDevice:
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         try:
-            return self.worker.call(method, timeout_s=max(_RUN_TIMEOUT_S, device.CALL_TIMEOUT_S), **params)
+            return self.worker.call(method, timeout_s=self.timeout_s, **params)
         except WorkerError as error:
             if method not in ("card.run", "card.repeat"):
                 raise
             # An error on the device lasts as long as its context: what runs next would fail for this call's reason.
             raise WorkerCrashed(str(error), method=method, log=error.log, detail=error.detail) from error
+
+
+class EagerDevice(CardDevice):
+    """The same without graphs, disturbance or repetition, and with patience: for workers under a checker."""
+
+    def __init__(self, worker: Client, evaluator: torch.device, timeout_s: float) -> None:
+        super().__init__(worker, evaluator, contended=False)
+        self.timeout_s = timeout_s
+
+    def run(self, handle: int, run: str, scratch: int | None) -> tuple[str, ...]:  # noqa: ARG002
+        """Every run launches by itself."""
+        return super().run(handle, "first", scratch)
+
+    def disturbed(self, call: Call, views: Mapping[str, View], bound: Bound, seed: int) -> Iterator[tuple[str, int]]:  # noqa: ARG002
+        """None."""
+        return iter(())

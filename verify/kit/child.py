@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from verify.evaluator.client import Client
@@ -38,6 +38,7 @@ def started(
     buffer_bytes: int,
     bootstrap: str = BOOTSTRAP,
     wrapper: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Client]:
     """Start a worker for one op and stop it at the end, however the block is left.
 
@@ -50,6 +51,7 @@ def started(
         buffer_bytes: size of the image of device memory; pages are taken when touched.
         bootstrap: first line of the worker; tests give one that has no GPU.
         wrapper: command that starts the worker's, such as a sanitizer.
+        environment: variables beside this process's own.
 
     Raises:
         WorkerFailure: it did not come up.
@@ -65,6 +67,7 @@ def started(
             process = subprocess.Popen(
                 argv, cwd=code, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 pass_fds=(theirs.fileno(), buffer.fd), start_new_session=True,
+                env={**os.environ, **(environment or {})},
             )  # fmt: skip
     except BaseException:
         ours.close()

@@ -38,6 +38,8 @@ class KitContext:
     deadline: float | None
     """On `time.monotonic`'s clock; no new piece of work begins after it."""
     progress: Callable[[str], None]
+    no_sanitizer: str | None = None
+    """Why memory checkers are not run, where that was asked."""
 
     @property
     def code(self) -> Path:

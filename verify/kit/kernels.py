@@ -25,10 +25,12 @@ from verify.evaluator.execute import run_on
 from verify.evaluator.failures import WorkerError, WorkerFailure
 from verify.evaluator.inputs import kinds
 from verify.evaluator.plan import Planned, draw_plan, from_json
+from verify.kit import mutants
 from verify.kit.card import CardDevice
 from verify.kit.child import started
 from verify.kit.context import KitContext
 from verify.kit.manifest import Unit
+from verify.kit.sanitizer import check_unit
 from verify.protocol.kernels import case_fails
 from verify.protocol.kernels_cuda import PROTOCOL_ID, REPLAYS
 from verify.workers.card_methods import read_choices
@@ -63,6 +65,27 @@ def run(kit: KitContext, arm: str = "candidate") -> None:
     with ThreadPoolExecutor(max_workers=kit.jobs) as pool:
         for future in [pool.submit(_Unit(kit, arm, unit, plan, counter).run, cases) for unit, cases in waiting.items()]:
             future.result()
+    _sanitize(kit, arm)
+    mutants.run(kit, plan)
+
+
+def _sanitize(kit: KitContext, arm: str) -> None:
+    """Memory checkers over every unit that has no line of them yet."""
+    done = {line["unit"] for line in kit.results.lines(GATE) if line["kind"] == "sanitizer"}
+    failed = {
+        line["unit"] for line in kit.results.lines(GATE) if line["kind"] == "load" and line["failure"] is not None
+    }
+
+    def check(unit: Unit) -> None:
+        why_not = "its images could not be loaded" if unit.key in failed else kit.no_sanitizer
+        for line in check_unit(kit, arm, unit, why_not):
+            kit.results.append(GATE, kit.without_folders(line))
+        kit.progress(f"{GATE}: checkers over {unit.key}")
+
+    waiting = [unit for unit in kit.manifest.units(arm) if unit.key not in done]
+    if not kit.over():
+        with ThreadPoolExecutor(max_workers=kit.jobs) as pool:
+            list(pool.map(check, waiting))
 
 
 def _plan(kit: KitContext, arm: str) -> list[Planned]:
@@ -87,6 +110,7 @@ def _plan(kit: KitContext, arm: str) -> list[Planned]:
         "kit": manifest.digest,
         "nonce": kit.results.nonce,
         "artifacts": dict(manifest.arms[arm]),
+        "mutants": {name: dict(units) for name, units in manifest.mutants.items()},
         "ops": sorted({unit.op for unit in manifest.units(arm)}),
         "planned": [planned.case.id for planned in plan],
         "plan": [planned.to_json() for planned in plan],

@@ -100,6 +100,7 @@ def _raw(files: Mapping[str, Path], name: str, gate: str, manifest: KitManifest,
     wanted = {key: getattr(manifest, key) for key in _HEADER_KEYS}
     wanted |= {"gate": gate, "protocol": manifest.protocols[gate], "kit": manifest.digest, "nonce": nonce}
     wanted |= {"artifacts": dict(manifest.arms["candidate"]), "batches": list(manifest.batches)}
+    wanted |= {"mutants": {name: dict(units) for name, units in manifest.mutants.items()}}
     wanted |= {"tokens": list(manifest.tokens), "draws": manifest.draws}
     if not lines:
         raise _refused("has no line", name, "a header")

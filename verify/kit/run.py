@@ -42,7 +42,7 @@ def command(root: Path, options: argparse.Namespace) -> int:
     try:
         return session(
             root, options.out, gates=None if options.gates is None else options.gates.split(","),
-            minutes=options.max_minutes, resume=options.resume, jobs=options.jobs,
+            minutes=options.max_minutes, resume=options.resume, jobs=options.jobs, sanitizer=not options.no_sanitizer,
         )  # fmt: skip
     except (FasttrackError, BackendError) as error:
         for name in ("what", "where", "expected", "next"):
@@ -58,6 +58,7 @@ def session(
     minutes: float | None = None,
     resume: bool = False,
     jobs: int | None = None,
+    sanitizer: bool = True,
     machine: Machine | None = None,
 ) -> int:
     """Evaluate the kit's gates, or go on with them.
@@ -69,6 +70,7 @@ def session(
         minutes: no new case begins after this time.
         resume: go on with results in `out`.
         jobs: ops evaluated at a time.
+        sanitizer: run memory checkers too, where they are installed.
         machine: this machine; tests give one without a GPU.
 
     Raises:
@@ -88,6 +90,7 @@ def session(
         kit = KitContext(
             root, manifest, results, machine, machine.describe(), machine.evaluator(),
             Path(tempfile.mkdtemp(prefix="kit-logs-")), jobs or _jobs(), deadline, _say,
+            None if sanitizer else "not asked",
         )  # fmt: skip
         results.session({"kind": "begin", "machine": kit.description, "state": machine.state(), "gates": list(chosen)})
         _share_cores(kit.jobs)

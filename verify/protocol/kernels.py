@@ -77,6 +77,8 @@ CODES = {
     "kernels.wrong_object": "the object that the worker mapped is not the built artifact",
     "kernels.no_power": "no case could tell a tensor from a constant",
     "kernels.not_run": "every case of an op was refused by the launcher",
+    "kernels.sanitizer": "compute-sanitizer found an error in one of the artifact's kernels",
+    "kernels.mutant_survived": "a planted fault passed every case: the gate on that machine did not look",
     "kernels.no_late_copy": "the kernel that writes inputs late could not be loaded on the GPU machine",
     "kernels.kit": "a GPU machine has to evaluate this: build a kit, run it there, import its results",
     "kernels.no_artifacts": "the build gate left nothing to run",
@@ -164,6 +166,10 @@ def decide(lines: Sequence[Line]) -> Decision:
             broken[(code, _op(case, cuda), tensor)].append((case, text))
     findings += [_finding(header, key, hits) for key, hits in sorted(broken.items())]
     metrics = _metrics(tally)
+    beside = kernels_cuda.beside(header, lines[1:], case_fails) if cuda else None
+    if beside is not None:
+        findings += beside.failed
+        metrics |= beside.metrics
     if findings:
         return Decision("failed", tuple(findings), metrics)
     if len(cases) < len(header["planned"]):
@@ -175,13 +181,13 @@ def decide(lines: Sequence[Line]) -> Decision:
     if nothing:
         unrun = tuple(_not_run(header, op, [c for c in cases if _op(c, cuda) == op]) for op in nothing)
         return Decision("not_evaluated", unrun, metrics)
-    lacking = tuple(kernels_cuda.coverage_findings(header, cases)) if cuda else ()
+    lacking = (*kernels_cuda.coverage_findings(header, cases), *beside.lacking) if beside is not None else ()
     if lacking:
         return Decision("not_evaluated", lacking, metrics)
     weak = [
         _no_power(header, op, tensor) for op, tensor in sorted(key for key, powerful in power.items() if not powerful)
     ]
-    weak += kernels_cuda.weak_findings(header, loads) if cuda else ()
+    weak += (*kernels_cuda.weak_findings(header, loads), *beside.weak) if beside is not None else ()
     return Decision("inconclusive", tuple(weak), metrics) if weak else Decision("passed", (), metrics)
 
 
@@ -318,7 +324,7 @@ def _no_power(header: Line, op: str, tensor: str) -> Finding:
     )
 
 
-def _metrics(tally: _Tally) -> dict[str, dict[str, Any]]:
+def _metrics(tally: _Tally) -> dict[str, Mapping[str, Any]]:
     return {
         "cases": {"value": float(tally.cases), "unit": "cases"},
         "refused": {"value": float(tally.refused), "unit": "cases"},
@@ -343,8 +349,9 @@ def _malformed(lines: Sequence[Line]) -> Finding | None:
         return _incomplete(what, "the chain of lines")
     if not header.get("ops") or not header.get("planned"):
         return _incomplete("no op or no case was planned", "line 1")
+    kinds = ("load", "case") if header["protocol"] == PROTOCOL_ID else kernels_cuda.KINDS
     for number, line in enumerate(lines[1:], start=2):
-        if line.get("kind") not in ("load", "case"):
+        if line.get("kind") not in kinds:
             return _incomplete(f"line of kind {line.get('kind')!r}", f"line {number}")
     found = [str(case["id"]) for case in _of_kind(lines, "case")]
     unplanned = set(found) - set(map(str, header["planned"]))

@@ -8,14 +8,20 @@ and one ran beside another stream's work. The rules are applied by `verify.proto
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from verify.protocol import chain
 from verify.protocol.decision import Finding, Line
 
 __all__ = [
+    "KINDS",
     "PROTOCOL_ID",
     "REPLAYS",
+    "SANITIZERS",
+    "Beside",
+    "beside",
     "coverage_findings",
     "disordered",
     "label",
@@ -26,8 +32,14 @@ __all__ = [
 
 PROTOCOL_ID = "kernels-cuda/1"
 
+KINDS = ("load", "case", "sanitizer", "mutant")
+"""Kinds of lines behind the header. A `mutant` line is a case's line, of an arm that must be rejected."""
+
 REPLAYS = 1000
 """Graph replays on the same contents that must give the same bits, for at least one case of each artifact."""
+
+SANITIZERS = ("memcheck", "racecheck", "initcheck")
+"""Tools of compute-sanitizer; each has one line per artifact, which may say why it was not run."""
 
 RUNS = ("first", "again", "changed", "late")
 """Runs that every evaluated case has."""
@@ -103,6 +115,62 @@ def _plan_findings(header: Line) -> Iterator[Finding]:
         absent += [f"T = {tokens}" for tokens in header["tokens"] if tokens not in seen]
         if absent:
             yield _lacks(header, f"{op} on {geometry}", f"the plan lacks {', '.join(absent[:5])}")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What the lines beside the cases come to."""
+
+    failed: tuple[Finding, ...]
+    """Memory errors in the artifacts' kernels."""
+    lacking: tuple[Finding, ...]
+    """Mutants that were not run."""
+    weak: tuple[Finding, ...]
+    """Mutants that nothing noticed."""
+    metrics: Mapping[str, Mapping[str, Any]]
+
+
+def beside(header: Line, lines: Sequence[Line], fails: Callable[[Line], bool]) -> Beside:
+    """Judge checkers and mutants.
+
+    Args:
+        header: of the record.
+        lines: all of it.
+        fails: whether a case's line alone fails the gate.
+    """
+    checks = [line for line in lines if line["kind"] == "sanitizer"]
+    errors = tuple(_sanitizer_finding(header, line) for line in checks if line["status"] == "errors")
+    clean = sum(line["status"] == "clean" for line in checks)
+    reasons = sorted({str(line["reason"]) for line in checks if line["status"] == "not_evaluated"})
+    metrics: dict[str, dict[str, Any]] = {
+        "sanitizer_clean": {"value": float(clean), "unit": f"of {len(SANITIZERS) * len(header['artifacts'])} checks"}
+        if clean
+        else {"missing": "; ".join(reasons)[:300] or "no memory checker was run"}
+    }
+    tried: dict[str, list[bool]] = {name: [] for name in header["mutants"]}
+    for line in lines:
+        if line["kind"] == "mutant":
+            tried.setdefault(str(line["mutant"]), []).append(fails(line))
+    if tried:
+        rejected = sum(any(found) for found in tried.values())
+        metrics["mutants_rejected"] = {"value": float(rejected), "unit": f"of {len(tried)} mutants"}
+    unrun = tuple(_lacks(header, name, f"mutant {name} was not run") for name, found in tried.items() if not found)
+    survived = tuple(_survivor(header, name) for name, found in tried.items() if found and not any(found))
+    return Beside(errors, unrun, survived, metrics)
+
+
+def _sanitizer_finding(header: Line, line: Line) -> Finding:
+    return Finding(
+        "kernels.sanitizer", f"{line['unit']}: {line['tool']} found errors ({line['summary']})", str(line["unit"]),
+        f"no error of {line['tool']} in the artifact's kernels", str(header["command"]),
+    )  # fmt: skip
+
+
+def _survivor(header: Line, name: str) -> Finding:
+    return Finding(
+        "kernels.mutant_survived", f"mutant {name} passed every case that was run on it", f"mutant {name}",
+        "at least one case that fails: a gate that misses a planted fault proves nothing", str(header["command"]),
+    )  # fmt: skip
 
 
 def weak_findings(header: Line, loads: Sequence[Line]) -> Iterator[Finding]:

@@ -84,7 +84,9 @@ def install(session: Session, card: Card) -> None:
     session.areas["card.device"] = card
 
 
-def load(session: Session, *, op: str, arch: str, geometry_name: str, nbytes: int) -> dict[str, Any]:
+def load(
+    session: Session, *, op: str, arch: str, geometry_name: str, nbytes: int, separate: bool = False
+) -> dict[str, Any]:
     """Load one op's kernels; says which bytes were handed to the driver.
 
     Args:
@@ -93,6 +95,7 @@ def load(session: Session, *, op: str, arch: str, geometry_name: str, nbytes: in
         arch: names the schedules' family.
         geometry_name: what the artifact was built for.
         nbytes: largest image of a call.
+        separate: give every tensor an allocation of its own, for memory checkers.
     """
     folder, spec, g = session.artifacts[op], OPS[op], geometry(geometry_name)
     if session.schedules is None:
@@ -102,8 +105,9 @@ def load(session: Session, *, op: str, arch: str, geometry_name: str, nbytes: in
     card = session.areas.get("card.device")
     if card is None:
         from verify.workers.cuda_card import CudaCard
+        from verify.workers.separate_card import SeparateCard
 
-        card = session.areas["card.device"] = CudaCard()
+        card = session.areas["card.device"] = SeparateCard() if separate else CudaCard()
     facts = card.load(folder, spec, g, nbytes)
     session.areas["card"] = _Area(card, spec, g, declared, schedule)
     return {"images": digests, "device": facts}

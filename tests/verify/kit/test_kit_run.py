@@ -20,12 +20,11 @@ from kit_fixtures import ARCH, BOOTSTRAP, ROOT, FakeMachine, fake_arm, lines_of,
 
 from harness import settings
 from harness.errors import FasttrackError
-from verify.evaluator import device
 from verify.evaluator.client import Client
 from verify.evaluator.execute import run_on
 from verify.evaluator.failures import WorkerCrashed, WorkerTimeout
 from verify.evaluator.inputs import Case
-from verify.kit import card, kernels, run
+from verify.kit import kernels, run
 from verify.kit.build import Arm
 from verify.kit.card import CardDevice
 from verify.kit.child import started
@@ -45,7 +44,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def arm(tmp_path_factory: pytest.TempPathFactory) -> Arm:
-    return fake_arm(tmp_path_factory.mktemp("arm"), {"kda_decode": "k3-pico", "mla_value": "k3-pico"})
+    return fake_arm(tmp_path_factory.mktemp("arm"), {"mla_query": "k3-pico"})
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +78,8 @@ def load(worker: Client, op: str) -> Client:
 
 @pytest.fixture(scope="module")
 def worker(arm: Arm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    with worker_on(arm, "kda_decode", tmp_path_factory.mktemp("logs")) as running:
-        yield load(running, "kda_decode")
+    with worker_on(arm, "mla_query", tmp_path_factory.mktemp("logs")) as running:
+        yield load(running, "mla_query")
 
 
 def line_of(worker: Client, case: Case, replays: int = 3) -> dict[str, Any]:
@@ -90,7 +89,7 @@ def line_of(worker: Client, case: Case, replays: int = 3) -> dict[str, Any]:
     return line
 
 
-def case_of(fault: str, op: str = "kda_decode") -> Case:
+def case_of(fault: str, op: str = "mla_query") -> Case:
     return Case(op, "gaussian", fake_card.rows_of(fault), 1, 1, "5eed", "k3-pico")
 
 
@@ -110,7 +109,7 @@ def test_a_fault_shows_in_the_run_that_is_made_for_it(worker: Client) -> None:
 
 def test_an_honest_case_has_every_run(worker: Client) -> None:
     """A case that counts as evaluated without late inputs, contention or replays."""
-    line = line_of(worker, Case("kda_decode", "padding", 3, 2, 1, "5eed", "k3-pico"), replays=5)
+    line = line_of(worker, Case("mla_query", "padding", 3, 2, 1, "5eed", "k3-pico"), replays=5)
     assert (line["events"], line["refused"], line["replays"]) == ([], None, 5)
     assert line["runs"] == ["first", "again", "nudged", "changed", *["late"] * 3, *["contended"] * 2]
     assert {row["run"] for row in line["values"]} == {"first", "nudged", "changed"}
@@ -121,11 +120,10 @@ def test_a_worker_that_ends_is_a_finding(
     arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, kind: str
 ) -> None:
     """A kernel that breaks its context, ends its process with status 0, or never returns."""
-    monkeypatch.setattr(device, "CALL_TIMEOUT_S", 2.0)
-    monkeypatch.setattr(card, "_RUN_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(CardDevice, "timeout_s", 2.0)
     wanted = WorkerTimeout if kind == "timeout" else WorkerCrashed
-    with worker_on(arm, "kda_decode", tmp_path) as running:
-        load(running, "kda_decode")
+    with worker_on(arm, "mla_query", tmp_path) as running:
+        load(running, "mla_query")
         with pytest.raises(wanted) as caught:
             line_of(running, case_of(fault))
     assert caught.value.record()["failure"] == kind

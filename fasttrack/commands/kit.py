@@ -13,7 +13,7 @@ from fasttrack.workspace import Workspace
 from harness.errors import FasttrackError
 from verify.kit.artifacts import require_covered
 from verify.kit.build import KIT_GATES, kit_files, make_kit
-from verify.kit.importing import arm_of, manifest_of, require_ours
+from verify.kit.importing import arm_of, manifest_of, mutant_arms, require_ours
 from verify.kit.receive import read_results
 from verify.pipeline import make_candidate, require_own_base
 from verify.snapshots import JUDGING_PATHS, export_tree
@@ -37,6 +37,7 @@ def build(
     tier: Annotated[str, typer.Option(help="smoke, pr or full.")] = "pr",
     gates: Annotated[str | None, typer.Option(help="Only these gates, comma-separated.")] = None,
     ops: Annotated[str | None, typer.Option(help="Only these ops, comma-separated.")] = None,
+    mutants: Annotated[Path | None, typer.Option(help="Folder of NAME.patch files: faults that must be found.")] = None,
     json: Json = False,
 ) -> None:
     """Build the kit of a candidate. Exit code: 0 built, 2 usage or environment."""
@@ -53,18 +54,19 @@ def build(
     selected = _kit_gates(gates)
     named = None if ops is None else tuple(op.strip() for op in ops.split(",") if op.strip())
     arm = arm_of(repo, head, settings, target, cache, ops=named)
+    planted = mutant_arms(repo, head, mutants, settings, target, cache, arm)
     manifest = manifest_of(
         repo, settings, cache, base=start, head=head, target=target, tier=tier, gates=selected,
-        arms={"candidate": arm}, mutants={},
+        arms={"candidate": arm}, mutants=planted,
     )  # fmt: skip
-    files = kit_files(export_tree(repo, start, JUDGING_PATHS, cache / "trees"), {"candidate": arm})
+    files = kit_files(export_tree(repo, start, JUDGING_PATHS, cache / "trees"), {"candidate": arm, **planted})
     make_kit(out, manifest, files)
     rows = [(key, digest[:16]) for key, digest in manifest.arms["candidate"].items()]
     output.table(f"kit {manifest.digest[:12]}", ("artifact", "digest"), rows)
     output.say(f"on the GPU machine: python3 {out.name}/kit.py run --out R\nthen here: fasttrack kit import R")
     output.document({
         "kit": manifest.digest, "path": str(out), "base": start, "head": head, "target": target, "tier": tier,
-        "gates": list(selected), "artifacts": dict(manifest.arms["candidate"]),
+        "gates": list(selected), "mutants": sorted(planted), "artifacts": dict(manifest.arms["candidate"]),
         "bytes": sum(int(file["size"]) for file in manifest.files.values()),
     })  # fmt: skip
 
@@ -72,6 +74,7 @@ def build(
 def import_results(
     results: Annotated[Path, typer.Argument(metavar="R", help="Folder that kit.py wrote with --out.")],
     allow: Annotated[list[str] | None, typer.Option(help="Protected path that this human change may touch.")] = None,
+    mutants: Annotated[Path | None, typer.Option(help="The folder that the kit's mutants were built from.")] = None,
     json: Json = False,
 ) -> None:
     """Check results of a kit, decide them, and write the bundle. Exit code: as for `verify`."""
@@ -82,7 +85,7 @@ def import_results(
     start = repo.resolve(theirs.base)
     require_own_base(repo, start, settings.scope)
     record = make_candidate(repo, start, repo.resolve(theirs.head), f"rev:{theirs.head[:12]}")
-    imported = require_ours(received, repo, settings, workspace.cache)
+    imported = require_ours(received, repo, settings, workspace.cache, mutants)
     require_covered(repo, theirs, imported.missing)
     out.say(f"results of kit {theirs.digest[:12]}: the kit is ours, its lines are whole")
     asked = {

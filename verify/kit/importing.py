@@ -22,7 +22,7 @@ from verify.kit.manifest import KitManifest, Unit
 from verify.kit.receive import Received
 from verify.snapshots import JUDGING_PATHS, export_tree
 
-__all__ = ["EDITABLE_ROOTS", "Imported", "arm_of", "manifest_of", "require_ours"]
+__all__ = ["EDITABLE_ROOTS", "Imported", "arm_of", "manifest_of", "mutant_arms", "require_ours"]
 
 EDITABLE_ROOTS = ("k3_backend/kernels", "k3_backend/schedules")
 
@@ -65,6 +65,51 @@ def arm_of(
     return Arm(build_units(chosen, tree, cache / "artifacts", settings.build), tree / EDITABLE_ROOTS[1])
 
 
+def mutant_arms(
+    repo: Repository, head: str, patches: Path | None, settings: Settings, target: str, cache: Path, candidate: Arm
+) -> dict[str, Arm]:
+    """Arms with one planted fault each, built from the candidate with a patch applied.
+
+    Args:
+        repo: holds the candidate.
+        head: the candidate.
+        patches: folder of `<name>.patch` files against the candidate; none if null.
+        settings: targets and build limits.
+        target: its name.
+        cache: folder for exports and artifacts.
+        candidate: its artifacts; units that a patch leaves as they are do not belong to the mutant.
+
+    Raises:
+        FasttrackError: no patches in the folder, one that does not apply, or one that changes no artifact.
+    """
+    if patches is None:
+        return {}
+    files = sorted(patches.glob("*.patch")) if patches.is_dir() else []
+    if not files:
+        raise FasttrackError(
+            "no patches", where=str(patches), expected="a folder with <name>.patch files",
+            next="git diff CANDIDATE > DIR/NAME.patch",
+        )  # fmt: skip
+    arms = {}
+    for file in files:
+        commit = repo.commit_patch(head, file.read_bytes(), f"mutant {file.stem}", str(file))
+        touched = {change.path.split("/")[2] for change in repo.changes(head, commit) if change.path.count("/") > 2}
+        ops = None if "common" in touched else tuple(sorted(touched & {unit.op for unit in candidate.artifacts}))
+        arm = arm_of(repo, commit, settings, target, cache, ops=ops) if ops != () else Arm({}, patches)
+        changed = {
+            unit: artifact
+            for unit, artifact in arm.artifacts.items()
+            if unit in candidate.artifacts and artifact.digest != candidate.artifacts[unit].digest
+        }
+        if not changed:
+            raise FasttrackError(
+                "changes no artifact of the kit", where=str(file), expected="a fault in a kernel of the kit",
+                next=f"rm {file}",
+            )  # fmt: skip
+        arms[file.stem] = Arm(changed, arm.schedules)
+    return arms
+
+
 def manifest_of(
     repo: Repository, settings: Settings, cache: Path, *, base: str, head: str, target: str, tier: str,
     gates: tuple[str, ...], arms: Mapping[str, Arm], mutants: Mapping[str, Arm],
@@ -84,8 +129,17 @@ def manifest_of(
     return replace(described, files=listed)
 
 
-def require_ours(received: Received, repo: Repository, settings: Settings, cache: Path) -> Imported:
+def require_ours(
+    received: Received, repo: Repository, settings: Settings, cache: Path, patches: Path | None = None
+) -> Imported:
     """Build the kit again and compare.
+
+    Args:
+        received: intact results.
+        repo: holds the commits that the kit names.
+        settings: of this checkout.
+        cache: folder for exports and artifacts.
+        patches: the folder of mutants that the kit was built with.
 
     Raises:
         FasttrackError: unknown commits, or the kit differs; names the first difference.
@@ -97,9 +151,16 @@ def require_ours(received: Received, repo: Repository, settings: Settings, cache
                 f"names {name} {commit[:12]}", where="manifest.json", expected="a full commit id", next="git log"
             )
     arm = arm_of(repo, theirs.head, settings, theirs.target, cache, units=theirs.units("candidate"))
+    if bool(theirs.mutants) != (patches is not None):
+        raise FasttrackError(
+            f"holds {len(theirs.mutants)} mutants", where=f"kit {theirs.digest[:12]}",
+            expected="--mutants with the folder that the kit was built with, where it has any",
+            next="fasttrack kit import R --mutants DIR",
+        )  # fmt: skip
+    mutants = mutant_arms(repo, theirs.head, patches, settings, theirs.target, cache, arm)
     ours = manifest_of(
         repo, settings, cache, base=theirs.base, head=theirs.head, target=theirs.target, tier=theirs.tier,
-        gates=theirs.gates, arms={"candidate": arm}, mutants={},
+        gates=theirs.gates, arms={"candidate": arm}, mutants=mutants,
     )  # fmt: skip
     if ours.digest != theirs.digest:
         raise FasttrackError(

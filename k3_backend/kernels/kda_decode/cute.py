@@ -4,8 +4,9 @@ An item is one head of one request, or, in a cluster, a slice of its value rows;
 the head's [V, K] fp32 state. Blocks are persistent: each takes a run of items, head-major, so that the constants of a
 head are loaded once per run.
 
-    producer warp   per item: slots, then bulk copies of the state slice, the conv window and the request's projection
-                    pieces into a ring of `stages` slots, the state on a barrier of its own
+    producer warp   per item: slot ids, then bulk copies of the conv window and the request's projection pieces into one
+                    ring and of the state slice into another; a state's place is free again as soon as it is in
+                    registers, so that state reads follow each other without a gap
     consumers       conv + SiLU + l2 norm (warps 0 .. 2: q, k, v); forget gate F_b f_a by mma.m16n8k16 (tokens are the
                     n8 columns) and the decay; then, per token, with the state in registers and eight lanes per row:
                     u = beta (v - (S a) k); o = (S a) q + u (k.q); S = S a + u k^T; S to the slot of the token
@@ -97,16 +98,16 @@ class Shape:
         """Pairs of all tokens per consumer thread."""
         return -(-self.tokens * self.pairs // (32 * self.warps))
 
-    # A slot of the ring: state slice, then the pieces of conv window and projection rows.
     @property
-    def window_at(self) -> int:
-        """[T + 3, channels] bf16."""
+    def state_bytes(self) -> int:
+        """A place of the state ring: the block's rows of a head's state."""
         return 4 * self.value_rows * HEAD
 
+    # A place of the pieces' ring: the conv window [T + 3, channels] bf16, then pieces of the projection rows.
     @property
     def f_a_at(self) -> int:
         """[T, HEAD] bf16."""
-        return self.window_at + 2 * (self.tokens + 3) * self.channels
+        return 2 * (self.tokens + 3) * self.channels
 
     @property
     def g_out_at(self) -> int:
@@ -119,18 +120,27 @@ class Shape:
         return self.g_out_at + 2 * self.tokens * self.value_rows
 
     @property
-    def slot_bytes(self) -> int:
+    def pieces_bytes(self) -> int:
         return self.beta_at + 2 * self.tokens * BETAS
 
     @property
-    def slot(self) -> int:
-        """Bytes from slot to slot: contents, then 16 bytes with the conv slot's id (<= 0: a null request)."""
-        return -(-(self.slot_bytes + 16) // 128) * 128
+    def pieces_stride(self) -> int:
+        """From place to place: pieces, then 16 bytes with the conv slot's id (<= 0: a null request)."""
+        return -(-(self.pieces_bytes + 16) // 128) * 128
+
+    @property
+    def pieces_stages(self) -> int:
+        """Places of the pieces' ring: those of the states, and the item that is computed."""
+        return self.stages + 1
+
+    @property
+    def pieces_at(self) -> int:
+        return self.stages * self.state_bytes
 
     # Behind the ring: constants of the head, then values of the current item.
     @property
     def f_b_at(self) -> int:
-        return self.stages * self.slot
+        return self.pieces_at + self.pieces_stages * self.pieces_stride
 
     @property
     def conv_w_at(self) -> int:
@@ -144,13 +154,13 @@ class Shape:
 
     @property
     def barriers_at(self) -> int:
-        """`state`, `pieces` and `empty` of every slot, then `sums`."""
+        """Full and empty of every state, full and empty of every piece, then `sums`."""
         floats = self.tokens * (3 * HEAD + 2 * self.value_rows + 2 * self.cluster)
         return -(-(self.values_at + 4 * floats) // 8) * 8
 
     @property
     def shared_bytes(self) -> int:
-        return self.barriers_at + 24 * self.stages + 8
+        return self.barriers_at + 16 * (self.stages + self.pieces_stages) + 8
 
 
 @cute.jit
@@ -206,13 +216,13 @@ def load_head_constants(
 
 
 @cute.jit
-def produce(
-    proj: cute.Pointer, slots: cute.Pointer, accepted: cute.Pointer, conv_state: cute.Pointer, state: cute.Pointer,
-    taps: Int32, request: Int32, head: Int32, first_row: Int32, slot: Int32, arrived: Int32, small: Int32,
-    lane: Int32, *, shape: cutlass.Constexpr,
-) -> None:  # fmt: skip
-    """One item into a slot, by one warp: the state completes on `arrived`, everything else on `small`, since q, k and
-    the decay are computed while the state is on its way. A null request is announced without copies.
+def produce_pieces(
+    proj: cute.Pointer, slots: cute.Pointer, accepted: cute.Pointer, conv_state: cute.Pointer, taps: Int32,
+    request: Int32, head: Int32, first_row: Int32, place: Int32, full: Int32, lane: Int32, *,
+    shape: cutlass.Constexpr,
+) -> Int32:  # fmt: skip
+    """Conv window and projection pieces of an item, by one warp. Returns the slot id of the state to read, 0 for a null
+    request, which is announced without copies.
     """
     width, tokens, value_rows, channels = shape.width, shape.tokens, shape.value_rows, shape.channels
     conv_slot = slots[request * tokens]
@@ -225,33 +235,41 @@ def produce(
     if lane == 0:
         cute.arch.inline_ptx(
             "st.shared.b32 [{$r0}], {$r1};",
-            read_only_args=[slot + shape.slot_bytes, cutlass.max(Int32(0), conv_slot) * live.to(Int32)],
+            read_only_args=[place + shape.pieces_bytes, cutlass.max(Int32(0), conv_slot) * live.to(Int32)],
         )
         if live:
-            expect(arrived, Int32(shape.window_at))
-            expect(small, Int32(shape.slot_bytes - shape.window_at))
+            expect(full, Int32(shape.pieces_bytes))
         else:
-            arrive(arrived)
-            arrive(small)
+            arrive(full)
     if live:
-        if lane == 0:
-            source = state + ((Int64(read_slot) * shape.heads + head) * HEAD + first_row) * HEAD
-            bulk_copy(slot, source, Int32(shape.window_at), arrived)
         rows = proj + Int64(request * tokens) * shape.row_width
         if lane < tokens + 3:
             window = conv_state + ((Int64(conv_slot) * taps + kept - 1 + lane) * (3 * width) + head * HEAD)
             if lane >= 3:
                 window = rows + ((lane - 3) * shape.row_width + head * HEAD)
-            target = slot + shape.window_at + 2 * channels * lane
-            bulk_copy(target, window, Int32(2 * HEAD), small)
-            bulk_copy(target + 2 * HEAD, window + width, Int32(2 * HEAD), small)
-            bulk_copy(target + 4 * HEAD, window + (2 * width + first_row), Int32(2 * value_rows), small)
+            target = place + 2 * channels * lane
+            bulk_copy(target, window, Int32(2 * HEAD), full)
+            bulk_copy(target + 2 * HEAD, window + width, Int32(2 * HEAD), full)
+            bulk_copy(target + 4 * HEAD, window + (2 * width + first_row), Int32(2 * value_rows), full)
         if lane < tokens:
             row = rows + lane * shape.row_width
-            bulk_copy(slot + shape.f_a_at + 2 * HEAD * lane, row + 4 * width, Int32(2 * HEAD), small)
-            target = slot + shape.g_out_at + 2 * value_rows * lane
-            bulk_copy(target, row + (3 * width + head * HEAD + first_row), Int32(2 * value_rows), small)
-            bulk_copy(slot + shape.beta_at + 2 * BETAS * lane, row + (4 * width + HEAD), Int32(2 * BETAS), small)
+            bulk_copy(place + shape.f_a_at + 2 * HEAD * lane, row + 4 * width, Int32(2 * HEAD), full)
+            target = place + shape.g_out_at + 2 * value_rows * lane
+            bulk_copy(target, row + (3 * width + head * HEAD + first_row), Int32(2 * value_rows), full)
+            bulk_copy(place + shape.beta_at + 2 * BETAS * lane, row + (4 * width + HEAD), Int32(2 * BETAS), full)
+    return read_slot * live.to(Int32)
+
+
+@cute.jit
+def produce_state(state: cute.Pointer, slot: Int32, head: Int32, first_row: Int32, place: Int32, full: Int32, *,
+                  shape: cutlass.Constexpr) -> None:  # fmt: skip
+    """The block's rows of a head's state; nothing for a null request. One thread."""
+    if slot > 0:
+        expect(full, Int32(shape.state_bytes))
+        source = state + ((Int64(slot) * shape.heads + head) * HEAD + first_row) * HEAD
+        bulk_copy(place, source, Int32(shape.state_bytes), full)
+    else:
+        arrive(full)
 
 
 @cute.jit
@@ -440,15 +458,18 @@ def kda_decode(
 
     memory = cute.arch.get_dyn_smem(Float32, alignment=128)
     ring = memory.toint()
-    arrived = ring + shape.barriers_at
-    small = arrived + 8 * stages
-    empty = small + 8 * stages
-    sums = empty + 8 * stages
+    state_full = ring + shape.barriers_at
+    state_empty = state_full + 8 * stages
+    pieces_full = state_empty + 8 * stages
+    pieces_empty = pieces_full + 8 * shape.pieces_stages
+    sums = pieces_empty + 8 * shape.pieces_stages
     if tid == 0:
         for s in cutlass.range_constexpr(stages):
-            init_barrier(arrived + 8 * s, Int32(1))
-            init_barrier(small + 8 * s, Int32(1))
-            init_barrier(empty + 8 * s, Int32(shape.warps))
+            init_barrier(state_full + 8 * s, Int32(1))
+            init_barrier(state_empty + 8 * s, Int32(shape.warps))
+        for s in cutlass.range_constexpr(shape.pieces_stages):
+            init_barrier(pieces_full + 8 * s, Int32(1))
+            init_barrier(pieces_empty + 8 * s, Int32(shape.warps))
         init_barrier(sums, Int32(1))
     cute.arch.mbarrier_init_fence()
     if warp < shape.warps:
@@ -463,13 +484,20 @@ def kda_decode(
         cute.arch.griddepcontrol_wait()
         for item in cutlass.range(begin, end, unroll=1):
             turn = item - begin
+            request, head = item % requests, item // requests
+            p = turn % shape.pieces_stages
+            if turn >= shape.pieces_stages:
+                wait(pieces_empty + 8 * p, (turn // shape.pieces_stages - 1) & 1)
+            read_slot = produce_pieces(
+                proj, slots, accepted, conv_state, taps, request, head, first_row,
+                ring + shape.pieces_at + p * shape.pieces_stride, pieces_full + 8 * p, lane, shape=shape,
+            )  # fmt: skip
             s = turn % stages
             if turn >= stages:
-                wait(empty + 8 * s, (turn // stages - 1) & 1)
-            produce(
-                proj, slots, accepted, conv_state, state, taps, item % requests, item // requests, first_row,
-                ring + s * shape.slot, arrived + 8 * s, small + 8 * s, lane, shape=shape,
-            )  # fmt: skip
+                wait(state_empty + 8 * s, (turn // stages - 1) & 1)
+            if lane == 0:
+                place = ring + s * shape.state_bytes
+                produce_state(state, read_slot, head, first_row, place, state_full + 8 * s, shape=shape)
     else:
         values = memory + shape.values_at // 4
         o_s = values + tokens * (3 * HEAD + value_rows)
@@ -499,33 +527,39 @@ def kda_decode(
                 current = head
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=threads)
+            p = turn % shape.pieces_stages
+            window_at = shape.pieces_at + p * shape.pieces_stride
+            wait(pieces_full + 8 * p, (turn // shape.pieces_stages) & 1)
+            pieces = memory + window_at // 4
+            conv_slot = cute.recast_ptr(pieces + shape.pieces_bytes // 4, dtype=Int32)[0]
             s = turn % stages
-            slot = ring + s * shape.slot
-            wait(small + 8 * s, (turn // stages) & 1)
-            contents = memory + (s * shape.slot) // 4
-            conv_slot = cute.recast_ptr(contents + shape.slot_bytes // 4, dtype=Int32)[0]
             out_base = (request * tokens * width + head * HEAD + first_row) // 2
             if conv_slot <= 0:
                 write_zeros(out_pairs + out_base, tid, shape=shape)
+                if lane == 0:
+                    arrive(state_empty + 8 * s)
             else:
                 if warp < 3:
-                    window_s = cute.recast_ptr(contents + shape.window_at // 4, dtype=BFloat16)
+                    window_s = cute.recast_ptr(pieces, dtype=BFloat16)
                     convolve(window_s, memory + shape.conv_w_at // 4, values, warp, lane, l2_eps, shape=shape)
                 if warp * shape.gate_tiles * 16 < HEAD:
                     compute_decay(
-                        ring + shape.f_b_at, slot + shape.f_a_at, values + 2 * tokens * HEAD, bias, slope, lower_bound,
-                        warp, lane, shape=shape,
+                        ring + shape.f_b_at, ring + window_at + shape.f_a_at, values + 2 * tokens * HEAD, bias, slope,
+                        lower_bound, warp, lane, shape=shape,
                     )  # fmt: skip
-                wait(arrived + 8 * s, (turn // stages) & 1)
-                state_s = contents + (row_base * HEAD + 4 * piece)
+                wait(state_full + 8 * s, (turn // stages) & 1)
+                state_s = memory + (s * shape.state_bytes // 4 + row_base * HEAD + 4 * piece)
                 rows = cute.make_rmem_tensor(16 * groups, Float32)
                 for n in cutlass.range_constexpr(groups):
                     for j in cutlass.range_constexpr(4):
                         four = load_shared_4xf32(state_s + (4 * n * HEAD + 32 * j))
                         for i in cutlass.range_constexpr(4):
                             rows[16 * n + 4 * j + i] = four[i]
+                cute.arch.sync_warp()
+                if lane == 0:
+                    arrive(state_empty + 8 * s)
                 cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=threads)
-                betas = cute.recast_ptr(contents + shape.beta_at // 4, dtype=BFloat16)
+                betas = cute.recast_ptr(pieces + shape.beta_at // 4, dtype=BFloat16)
                 for t in cutlass.range(tokens, unroll=1):
                     beta = sigmoid(betas[t * BETAS + head].to(Float32))
                     recur(rows, values, beta, t, row_base, piece, shape=shape)
@@ -555,15 +589,15 @@ def kda_decode(
                                 send_f32(peer(place, lane), square, peer(sums, lane))
                     wait_cluster(sums, exchanges & 1)
                 exchanges += 1
-                g_out_s = cute.recast_ptr(contents + shape.g_out_at // 4, dtype=Int32)
+                g_out_s = cute.recast_ptr(pieces + shape.g_out_at // 4, dtype=Int32)
                 gated_norm(out_pairs + out_base, o_s, sums_s + half, g_out_s, norms, eps, tid, shape=shape)
                 write_window(
-                    conv_state + Int64(conv_slot) * taps * (3 * width), slot + shape.window_at, head, first_row, rank,
+                    conv_state + Int64(conv_slot) * taps * (3 * width), ring + window_at, head, first_row, rank,
                     tid, shape=shape,
                 )  # fmt: skip
             cute.arch.sync_warp()
             if lane == 0:
-                arrive(empty + 8 * s)
+                arrive(pieces_empty + 8 * p)
 
 
 def variant(c: Choices) -> Variant:

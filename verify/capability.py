@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from harness import sandbox
@@ -16,6 +17,8 @@ from harness.records import GATES, GateName, Reason
 from harness.sandbox_command import PATH, tool
 from harness.settings import Target
 from k3_backend.aot.cpu.host import best_arch
+from verify.gates.build.device import missing_tools
+from verify.gates.kit import BY_KIT
 
 __all__ = ["gpus", "obstacles", "require_compiler"]
 
@@ -61,7 +64,7 @@ def _obstacle(gate: GateName, target: Target, root: Path) -> Reason | None:
         return None
     if target.device != "cpu":
         seen = ", ".join(gpus()) or "no GPU"
-        if gate in _NEEDS_RUN:
+        if gate in BY_KIT:
             return reason(
                 "kit",
                 f"needs {', '.join(target.archs)}, through a kit; this machine has {seen}",
@@ -69,12 +72,14 @@ def _obstacle(gate: GateName, target: Target, root: Path) -> Reason | None:
                 f"fasttrack kit build --target {target.name} --candidate REV --out K; there: python3 K/kit.py run "
                 "--out R; here: fasttrack kit import R",
             )
-        return reason(
-            "no_kernels",
-            f"this version has no {target.device} kernels to build for {', '.join(target.archs)}",
-            f"kernels for device {target.device}",
-            f"with a version that has them: fasttrack verify --target {target.name} --gates {gate}",
-        )
+        if gate in _NEEDS_RUN:
+            return reason(
+                "device",
+                f"needs {', '.join(target.archs)}; this machine has {seen}",
+                f"a machine with {', '.join(target.archs)}",
+                f"there: fasttrack verify --target {target.name} --gates {gate}",
+            )
+        return _device_obstacle(gate, reason)
     if tool("g++") is None:
         return reason("compiler", "g++ is not installed", f"g++ 12 or newer in {PATH}", "apt-get install g++")
     unavailable = sandbox.unavailable()
@@ -87,4 +92,15 @@ def _obstacle(gate: GateName, target: Target, root: Path) -> Reason | None:
         )  # fmt: skip
     if not any((root / "k3_backend" / "kernels").glob("*/cpu.cc")):
         return reason("no_kernels", "the checkout has no CPU kernels", "k3_backend/kernels/<op>/cpu.cc", "git status")
+    return None
+
+
+def _device_obstacle(gate: GateName, reason: Callable[[str, str, str, str], Reason]) -> Reason | None:
+    """Why machine code for a GPU cannot be built (and so not audited) here."""
+    missing = missing_tools()
+    if missing is not None:
+        return reason("environment", missing["message"], missing["expected"], missing["next"])
+    unavailable = sandbox.unavailable()
+    if unavailable is not None and gate in ("build", "audit"):
+        return reason("sandbox", unavailable.message, unavailable.expected, unavailable.next)
     return None

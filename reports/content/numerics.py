@@ -39,7 +39,7 @@ def kernels_blocks(loaded: Loaded) -> list[Block]:
     protocol = protocols.implementation("kernels", loaded.results["kernels"].protocol_id)
     rows: dict[tuple[str, str], _Row] = {}
     for case, value in _values(cases):
-        key = (str(case["op"]), str(value["tensor"]))
+        key = (_judged(case), str(value["tensor"]))
         row = rows.setdefault(key, _Row(set(), str(value["dtype"])))
         row.cases.add(str(case["id"]))
         allowed = protocol.tolerance(str(value["dtype"]), value["standard"], value["rounding"])
@@ -54,7 +54,57 @@ def kernels_blocks(loaded: Loaded) -> list[Block]:
         "Each row is the worst comparison of its tensor over all secret cases. The tolerance is earned on the same "
         "inputs: declared factors times the standard path's error and the definition's own roundings, plus a floor."
     )
-    return [Paragraph(lead), _table(rows), *_coverage(cases)]
+    lines = loaded.raw["kernels"]
+    return [Paragraph(lead), _table(rows), *_coverage(cases), *_beside(lines), *_machine(lines[0])]
+
+
+def _judged(case: Mapping[str, Any]) -> str:
+    """An op; in records of a GPU machine, which hold several shapes of it, with its geometry."""
+    return f"{case['op']} on {case['geometry']}" if case.get("replays") else str(case["op"])
+
+
+def _beside(lines: list[dict[str, Any]]) -> list[Block]:
+    """Memory checkers and planted faults of a record that a GPU machine made."""
+    blocks: list[Block] = []
+    checks: list[tuple[Content, ...]] = [
+        (Code(str(line["unit"])), str(line["tool"]), str(line["status"]), str(line["summary"] or line["reason"] or "–"))
+        for line in lines
+        if line.get("kind") == "sanitizer"
+    ]
+    if checks:
+        table = Table("Memory checkers on small calls", ("artifact", "tool", "status", "what it said"), checks)
+        blocks.append(Details(count(len(checks), "memory check"), (table,)))
+    tried: dict[str, list[dict[str, Any]]] = {name: [] for name in lines[0].get("mutants", {})}
+    for line in lines:
+        if line.get("kind") == "mutant":
+            tried[str(line["mutant"])].append(line)
+    protocol = protocols.implementation("kernels", str(lines[0]["protocol"]))
+    rows: list[tuple[Content, ...]] = []
+    for name, cases in tried.items():
+        failing = next((case for case in cases if protocol.case_fails(case)), None)
+        rows.append((Code(name), "not found" if failing is None else "found", f"{len(cases)}", _case_of(failing)))
+    if rows:
+        columns = ("planted fault", "the gate", "cases run", "in case")
+        blocks.append(Table("Planted faults", columns, rows, frozenset({2})))
+    return blocks
+
+
+def _case_of(case: Mapping[str, Any] | None) -> Content:
+    return "–" if case is None else Code(str(case["id"]))
+
+
+def _machine(header: Mapping[str, Any]) -> list[Block]:
+    """The machine that measured, where it is not the one that wrote the bundle."""
+    machine = header.get("machine")
+    if not isinstance(machine, Mapping):
+        return []
+    gpu = dict(machine.get("gpu", {}))
+    rows: list[tuple[Content, ...]] = [
+        (Code(name), str(value)) for name, value in sorted(gpu.items()) if value is not None
+    ]
+    rows += [(Code(name), str(machine[name])) for name in ("cuda", "python", "cores") if machine.get(name) is not None]
+    rows += [(Code(name), str(version)) for name, version in sorted(dict(machine.get("packages", {})).items())]
+    return [Table("Measured on this machine, through a kit", ("what", "it says"), rows)]
 
 
 def _values(cases: list[dict[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
@@ -88,7 +138,7 @@ def _coverage(cases: list[dict[str, Any]]) -> list[Block]:
     counts: dict[str, list[int]] = {}
     left_out: list[tuple[Content, ...]] = []
     for case in cases:
-        entry = counts.setdefault(str(case["op"]), [0, 0, 0])
+        entry = counts.setdefault(_judged(case), [0, 0, 0])
         refused, skipped = case.get("refused"), case.get("skipped")
         entry[1 if refused is not None else 2 if skipped is not None else 0] += 1
         if refused is not None or skipped is not None:

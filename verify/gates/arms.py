@@ -14,7 +14,7 @@ from k3_backend.aot.manifest import Artifact
 from verify.context import Arms, GateContext
 from verify.evaluator.worker import ArmSpec
 from verify.gates.common import command_for
-from verify.gates.kit import missing_kit
+from verify.gates.kit import BY_KIT, missing_kit
 from verify.protocol.decision import Decision, Finding
 
 __all__ = [
@@ -78,9 +78,9 @@ def side_by_side(work: Mapping[str, Callable[[], T]]) -> dict[str, T]:
 def obstacle(gate: GateName, ctx: GateContext) -> Decision | None:
     """Why a gate that runs kernels cannot be evaluated here: another kind of machine, no sandbox, no artifacts."""
     again = command_for(gate, ctx)
-    if ctx.target.device != "cpu":
+    if ctx.target.device != "cpu" and gate in BY_KIT:
         return missing_kit(gate, ctx)
-    if best_arch(ctx.target.archs) is None:
+    if ctx.target.device != "cpu" or best_arch(ctx.target.archs) is None:
         what = f"this machine cannot run the kernels of {', '.join(ctx.target.archs)}"
         finding = Finding(f"{gate}.device", what, f"target {ctx.target.name}", "a machine of the target's kind", again)
     elif (reason := sandbox.unavailable()) is not None:

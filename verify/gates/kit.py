@@ -16,7 +16,10 @@ from verify.gates.common import to_result
 from verify.kit.importing import Imported
 from verify.protocol.decision import Decision, Finding, Line
 
-__all__ = ["from_kit", "missing_kit"]
+__all__ = ["BY_KIT", "from_kit", "missing_kit"]
+
+BY_KIT: tuple[GateName, ...] = ("kernels", "path", "perf")
+"""Gates that a kit is the way for; others need an engine on the GPU machine."""
 
 
 def missing_kit(gate: GateName, ctx: GateContext) -> Decision:

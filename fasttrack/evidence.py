@@ -10,7 +10,7 @@ import reports
 from agents.optimize import RunResult
 from agents.task import Task
 from fasttrack.workspace import Workspace
-from harness.records import Cell, GateName, Measurement, Missing, Outcome
+from harness.records import Cell, GateName, GateResult, Measurement, Missing, Outcome
 from harness.settings import Target, Tier
 from harness.store import CandidateRow, RunStore
 from reports.schema import BundleInput, Command, Commits, Disclosure, OtherCandidate
@@ -105,6 +105,12 @@ def _limits(done: Verification, target: Target, task: Task | None) -> tuple[str,
     unevaluated = [g for g, r in done.results.items() if r.outcome is Outcome.NOT_EVALUATED]
     if unevaluated:
         limits.append(f"Gates that could not be evaluated on this machine: {', '.join(unevaluated)}.")
+    limits += [
+        f"Gate {gate} was measured on another machine ({_gpu(result)}) through kit {str(result.detail['kit'])[:12]}; "
+        "this bundle's environment.json describes the machine that imported its results."
+        for gate, result in done.results.items()
+        if "kit" in result.detail
+    ]
     if task:
         limits.append(f"Conditions: {task.conditions}")
     limits.append(
@@ -113,3 +119,8 @@ def _limits(done: Verification, target: Target, task: Task | None) -> tuple[str,
         else "No speed was measured."
     )
     return tuple(limits)
+
+
+def _gpu(result: GateResult) -> str:
+    gpu = dict(result.detail.get("machine", {})).get("gpu") or {}
+    return str(gpu.get("name") or "a GPU that it does not name")

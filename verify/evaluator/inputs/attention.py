@@ -17,6 +17,10 @@ MLA_QUERY_KINDS = (*ACTIVATION_KINDS, "padding")
 MLA_DECODE_KINDS = ("gaussian", "wide", "equal", "ragged", "peaked", "late", "sharded", "long")
 MLA_VALUE_KINDS = (*ACTIVATION_KINDS, "shards", "empty", "far_lse", "saturated")
 
+_LONG_CONTEXTS = ((4, 262_144), (16, 65_536), (64, 16_384))
+"""(largest batch, cached tokens) of class `long` where the geometry is a rank's of the real model: judged on GPUs."""
+_RANK_HIDDEN = 1024
+"""Hidden size beyond which a geometry is such a rank's; the others are judged on processors."""
 _TOKEN_BUDGET = 12_288
 """Cached tokens per case, over all requests: bounds the fp64 reference's time and memory."""
 
@@ -124,7 +128,10 @@ def _lengths(d: Draw, page: int) -> list[int]:
     batch, tokens = d.case.batch, d.case.tokens
     longest = max(tokens, min(2_304, _TOKEN_BUDGET // batch))
     if d.kind == "long":
-        top = max(tokens, 8_192 if batch <= 8 else 2_048)
+        top = 8_192 if batch <= 8 else 2_048
+        if d.geometry.hidden > _RANK_HIDDEN:
+            top = next(context for most, context in _LONG_CONTEXTS if batch <= most)
+        top = max(tokens, top)
         lens = [min(top, tokens + d.fixed.integer(0, 31)) for _ in range(batch)]
         lens[d.fixed.integer(0, batch - 1)] = top - d.fixed.integer(0, 3)
         return [max(tokens, n) for n in lens]

@@ -32,7 +32,7 @@ from verify.kit.context import KitContext
 from verify.kit.manifest import Unit
 from verify.kit.sanitizer import check_unit
 from verify.protocol.kernels import case_fails
-from verify.protocol.kernels_cuda import PROTOCOL_ID, REPLAYS
+from verify.protocol.kernels_cuda import EVALUATOR_FAILED, PROTOCOL_ID, REPLAYS
 from verify.workers.card_methods import read_choices
 
 __all__ = ["run"]
@@ -165,11 +165,15 @@ class _Unit:
         """Run cases until none is left or the time is over."""
         left = list(waiting)
         while left and not self.kit.over():
+            if self.stopped is not None:
+                while left:
+                    self._case(None, left.pop(0))
+                return
             with ExitStack() as stack:
                 worker = self._load(stack)
                 if worker is None:
                     return
-                while left and not self.kit.over():
+                while left and self.stopped is None and not self.kit.over():
                     if not self._case(worker, left.pop(0)):
                         break
 
@@ -196,13 +200,13 @@ class _Unit:
         self.kit.results.append(GATE, line)
         return worker
 
-    def _case(self, worker: Client, planned: Planned) -> bool:
-        """Run one case and record its line; False if the worker is gone."""
+    def _case(self, worker: Client | None, planned: Planned) -> bool:
+        """Run one case and record its line; False if the worker is gone. Without a worker it is only recorded."""
         case = planned.case
         line: dict[str, Any] = {**planned.to_json(), "kind": "case", "class": case.kind, "rows": case.rows}
         line |= {"skipped": self.stopped, "refused": None, "failure": None}
         alive, began = True, time.monotonic()
-        if self.stopped is None:
+        if worker is not None:
             often = case.id == self.often
             replays = REPLAYS if often else FEW_REPLAYS
             device = CardDevice(
@@ -213,6 +217,11 @@ class _Unit:
             except WorkerFailure as failure:
                 line["failure"] = self.kit.without_folders(failure.record())
                 alive = isinstance(failure, WorkerError)
+            except Exception as error:  # this process's own mistake says nothing about the candidate, and is no pass
+                line["skipped"] = str(self.kit.without_folders(f"{EVALUATOR_FAILED}: {type(error).__name__}: {error}"))[
+                    :500
+                ]
+                alive = False
         line["seconds"] = time.monotonic() - began
         self.kit.results.append(GATE, line)
         self._count(line)

@@ -16,6 +16,7 @@ from verify.protocol import chain
 from verify.protocol.decision import Finding, Line
 
 __all__ = [
+    "EVALUATOR_FAILED",
     "KINDS",
     "PROTOCOL_ID",
     "REPLAYS",
@@ -40,6 +41,9 @@ REPLAYS = 1000
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 """Tools of compute-sanitizer; each has one line per artifact, which may say why it was not run."""
+
+EVALUATOR_FAILED = "the evaluator failed"
+"""How the reason of a case begins that was skipped for no fault of the candidate."""
 
 RUNS = ("first", "again", "changed", "late")
 """Runs that every evaluated case has."""
@@ -84,6 +88,9 @@ def load_findings(header: Line, load: Line) -> Iterator[Finding]:
 def coverage_findings(header: Line, cases: Sequence[Line]) -> Iterator[Finding]:
     """What a complete record has to hold and this one does not."""
     yield from _plan_findings(header)
+    for case in cases:
+        if case["skipped"] is not None:
+            yield _lacks(header, label(case), f"case {case['id']} was skipped: {case['skipped']}")
     evaluated: dict[str, list[Line]] = {name: [] for name in labels(header)}
     for case in cases:
         if case["refused"] is None and case["skipped"] is None:

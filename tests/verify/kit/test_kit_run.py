@@ -158,6 +158,22 @@ def test_a_bad_unit_fails_alone_and_costs_little(tmp_path: Path) -> None:
     assert {line["op"] for line in lines if line["kind"] == "case"} == {"mla_value"}
 
 
+def test_the_evaluators_own_mistake_is_no_pass(kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception while results are compared that ends the session, or lets the case count as fine."""
+    real = kernels.run_on
+
+    def broken(on: CardDevice, case: Case, *rest: Any) -> None:
+        if case.kind == "tail":
+            raise MemoryError("out of memory")
+        real(on, case, *rest)
+
+    monkeypatch.setattr(kernels, "run_on", broken)
+    assert run.session(kit, tmp_path / "R", machine=FakeMachine(), jobs=2) == run.INCOMPLETE
+    decision = decide(lines_of(tmp_path / "R"))
+    assert decision.outcome == "not_evaluated"
+    assert "was skipped: the evaluator failed: MemoryError" in decision.findings[0].message
+
+
 SESSION = """
 import sys
 sys.path[:0] = [{root!r}, {fixtures!r}]

@@ -162,7 +162,6 @@ def send_f32x2(address: Int32, values: tuple, barrier: Int32) -> None:
 def send_f32x4(address: Int32, values: tuple, barrier: Int32) -> None:
     """Store four Float32 at a mapped address and count 16 bytes on a barrier of the same CTA."""
     cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-        "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
         read_only_args=[address, *values, barrier],
     )

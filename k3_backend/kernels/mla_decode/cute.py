@@ -904,7 +904,7 @@ def mla_decode(
                             finish(*part, fragment, *target, plan)
                 consumer_barrier()
                 position = segment_stop
-                if cutlass.const_expr(plan.cluster > 1):
+                if cutlass.const_expr(plan.cluster > 1):  # noqa: SIM102 - decided when compiled
                     if position < stop:
                         if tid == 0:
                             expect(inbox, plan.inbox_bytes)
@@ -932,7 +932,8 @@ def mla_decode(
                 row = request * plan.all_rows + group * plan.rows
                 item = tid
                 while item < valid * (VALUE // 8):
-                    store_4xf32(cute.recast_ptr(out + Int64(row) * VALUE + 8 * item, dtype=Float32), (Float32(0.0),) * 4)
+                    zeros_at = cute.recast_ptr(out + Int64(row) * VALUE + 8 * item, dtype=Float32)
+                    store_4xf32(zeros_at, (Float32(0.0),) * 4)
                     item += CONSUMERS
                 if tid < valid:
                     lse[row + tid] = Float32(NEG_INF)

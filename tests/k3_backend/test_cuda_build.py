@@ -88,7 +88,8 @@ def test_an_artifact_holds_what_the_schedule_can_ask_for_and_what_the_cubin_says
     assert launch.grid == ("ceil_div(M, 64)", "1", "1")
     kernel = read_kernels((artifact.path / launch.image).read_bytes())[0]
     assert (kernel.entry, kernel.registers, kernel.frame_bytes) == (launch.entry, launch.registers, 0)
-    assert artifact.device == "cuda" and artifact.toolchain["nvidia-cutlass-dsl"] == "4.8.1"
+    assert artifact.device == "cuda"
+    assert artifact.toolchain["nvidia-cutlass-dsl"] == "4.8.1"
     assert scheduled("sm_90a", tree / "kernels", tree / "schedules") == (("input_projection", SLICE.name),)
 
 
@@ -135,7 +136,10 @@ def test_the_second_build_comes_from_the_cache_until_something_it_reads_changes(
     ("old", "new", "where", "what"),
     [
         ("x[at].to(Float32)", "x[at].to(Float33)", "kernels/input_projection/cute.py:14", "Float33"),
-        ("cute.arch.griddepcontrol_wait()", "cute.arch.no_such_thing()", "kernels/input_projection/cute.py:11", "no_such_thing"),
+        (
+            "cute.arch.griddepcontrol_wait()", "cute.arch.no_such_thing()", "kernels/input_projection/cute.py:11",
+            "no_such_thing",
+        ),
         ("if at < m", "if at < m:\n  (", "kernels/input_projection/cute.py", "is not Python"),
         ('"M", Value', '"rows", Value', "", ""),
         ('Workspace("spare", "f32", "M * D")', 'Workspace("spare", "f32", "M.real")', "expression", "Attribute"),

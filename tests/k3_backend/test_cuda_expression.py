@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,8 +36,8 @@ def test_names_are_what_a_rule_reads() -> None:
     "text",
     [
         "", "M +", "__import__('os')", "M.real", "M[0]", "lambda: 1", "1.5", "'M'", "True", "M ** 9", "M << 60",
-        "ceil_div(M)", "min()", "abs(M)", "min(M, key=M)", "1 < M < 3", "M if M else 1", "[M]", "(M := 3)", "not M", "-M",
-        "f'{M}'", "M\nM", "M;M", "1" * (MAX_LENGTH + 1), "(" * 150 + "M" + ")" * 150,
+        "ceil_div(M)", "min()", "abs(M)", "min(M, key=M)", "1 < M < 3", "M if M else 1", "[M]", "(M := 3)", "not M",
+        "-M", "f'{M}'", "M\nM", "M;M", "1" * (MAX_LENGTH + 1), "(" * 150 + "M" + ")" * 150,
     ],
 )  # fmt: skip
 def test_everything_else_is_refused_before_any_value_is_at_hand(text: str) -> None:
@@ -58,7 +60,5 @@ def test_ceil_div_is_the_smallest_count_that_covers(rows: int, tile: int) -> Non
 
 @given(st.text(max_size=60))
 def test_hostile_text_raises_the_one_error_or_parses(text: str) -> None:
-    try:
+    with contextlib.suppress(ExpressionError):
         assert isinstance(evaluate(text, {"M": 3}), int)
-    except ExpressionError:
-        pass

@@ -260,9 +260,7 @@ def input_projection(
             half = turn & 1
             if turn > 0:
                 wait_cluster(received + 8 * (1 - half), ((turn - 1) // 2) & 1)
-                finish(
-                    out, memory, 1 - half, worker + (turn - 1) * workers, rank, first_token, m, tid, shape=shape
-                )
+                finish(out, memory, 1 - half, worker + (turn - 1) * workers, rank, first_token, m, tid, shape=shape)
             if tid == 0:
                 expect(received + 8 * half, Int32(4 * split * shape.sums))
             # also: every warp has read the sums of two turns ago and the partial sums of the last turn

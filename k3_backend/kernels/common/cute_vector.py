@@ -25,17 +25,13 @@ def load_4xb32(pointer: cute.Pointer) -> tuple:
 @cute.jit
 def store_4xf32(pointer: cute.Pointer, values: tuple) -> None:
     """Four consecutive Float32."""
-    cute.arch.inline_ptx(
-        "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *values]
-    )
+    cute.arch.inline_ptx("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *values])
 
 
 @cute.jit
 def store_4xb32(pointer: cute.Pointer, values: tuple) -> None:
     """16 bytes from four Int32."""
-    cute.arch.inline_ptx(
-        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *values]
-    )
+    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *values])
 
 
 @cute.jit
@@ -50,9 +46,7 @@ def send_f32(target: Int32, value: Float32, barrier: Int32) -> None:
 @cute.jit
 def copy_16b_async(target: cute.Pointer, source: cute.Pointer) -> None:
     """16 bytes from global to shared memory (cp.async, past L1); ends with the group that is committed next."""
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target.toint(), source]
-    )
+    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target.toint(), source])
 
 
 @cute.jit

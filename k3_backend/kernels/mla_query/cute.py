@@ -17,8 +17,9 @@ latent rows and inserts them into the cache.
 Exchanges within the cluster are pushed (st.async), completing bytes on an mbarrier of the receiver.
 
 Bytes (tp8): W_qb 7.08 MB and W_UK 1.57 MB, read once: 1.9 us at 4.6 TB/s. All of it is requested before the wait, and
-nothing else is. Behind the wait a call of one tile is latency: q_a from L2, one exchange by rows, three by K. Many
-tokens are bound by the MMAs: 88 per SM sub-partition and 16 tokens.
+nothing else is. Behind the wait a call of one tile is latency: q_a from L2, one exchange by rows, three by K. Every
+further 16 tokens cost 1.2 us on H200 (M = 1, 16, 64, 512: 3.4, 5.0, 8.9, 43 us), four times what the 88 MMAs per SM
+sub-partition should take; the partial sums, 12 KB per CTA through distributed shared memory, are the suspect.
 
 Synchronisation of loops (by K; two buffers of everything; sums of squares S, partial sums P, nope rows X). Iteration i:
 multiply i and push P(i); push S(i + 1); wait X(i - 1), absorb; wait P(i), finish and push X(i); wait S(i + 1),

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from k3_backend.aot.cache import cached, publish
 from k3_backend.aot.compile import (
     ABI_DIR,
     ABI_VERSION,
@@ -28,7 +29,7 @@ from k3_backend.aot.compile import (
     run_local,
 )
 from k3_backend.aot.cpu.host import ARCHS
-from k3_backend.aot.manifest import Artifact, ArtifactError, file_digest
+from k3_backend.aot.manifest import Artifact, file_digest
 from k3_backend.aot.schedule import ScheduleError, load_tunables
 from k3_backend.errors import StorageError
 from k3_backend.geometry import Geometry
@@ -153,7 +154,7 @@ def _build_unit(unit: Unit, out_dir: Path, run: Runner) -> Artifact:
             staging = Path(name)
             inputs = unit.inputs(run, staging)
             final = out_dir.resolve() / f"{unit.op}-{unit.arch}-{unit.geometry}-{inputs.digest[:20]}"
-            return _cached(final, inputs) or _publish(_make(unit, inputs, staging, run), final, inputs)
+            return cached(final, inputs.digest) or publish(_make(unit, inputs, staging, run), final)
     except OSError as error:
         raise StorageError(
             f"cannot write the artifact ({error.strerror or error})", where=str(out_dir),
@@ -180,27 +181,3 @@ def _make(unit: Unit, inputs: Inputs, staging: Path, run: Runner) -> Artifact:
         raise unit.error("the inputs changed during the build", where=unit.source, expected=expected)
     artifact.write()
     return artifact
-
-
-def _cached(final: Path, inputs: Inputs) -> Artifact | None:
-    """The finished artifact of this key. A damaged entry (full disk, edited by hand) is removed and built again."""
-    if not final.is_dir():
-        return None
-    try:
-        artifact = Artifact.read(final)
-    except ArtifactError:
-        shutil.rmtree(final)
-        return None
-    return artifact if artifact.inputs_digest == inputs.digest else None
-
-
-def _publish(artifact: Artifact, final: Path, inputs: Inputs) -> Artifact:
-    """Move the staged folder into place; if another builder was first, its (equal) result is used."""
-    try:
-        artifact.path.rename(final)
-    except OSError:
-        winner = _cached(final, inputs)
-        if winner is None:
-            raise
-        return winner
-    return dataclasses.replace(artifact, path=final)

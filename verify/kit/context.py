@@ -29,7 +29,7 @@ class KitContext:
     results: Results
     machine: Machine
     description: dict[str, Any]
-    """What the machine says about itself, when this session began."""
+    """What the machine says about itself as this `kit.py run` begins."""
     evaluator: Any
     """The torch device on which expected values are computed."""
     logs: Path

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from k3_backend.aot.cache import cached, publish
 from k3_backend.aot.compile import BuildError, Runner, run_local
 from k3_backend.aot.cuda.arch import ARCHS
 from k3_backend.aot.cuda.cubin import CubinError, read_kernels
@@ -35,7 +36,7 @@ from k3_backend.aot.cuda.descriptor import (
     WorkspaceSpec,
     check_form,
 )
-from k3_backend.aot.manifest import Artifact, ArtifactError, canonical_json, file_digest
+from k3_backend.aot.manifest import Artifact, canonical_json, file_digest
 from k3_backend.aot.schedule import Declarations, Schedule, ScheduleError, load_declarations
 from k3_backend.errors import BackendError, StorageError
 from k3_backend.geometry import GEOMETRIES, Geometry
@@ -153,20 +154,7 @@ def build(
             staging = Path(name)
             digest = _inputs_digest(unit, wanted)
             final = out_dir.resolve() / f"{op}-{arch}-{geometry.name}-{digest[:20]}"
-            cached = _cached(final, digest)
-            if cached is not None:
-                return cached
-            artifact = _make(unit, declared, wanted, digest, staging, run)
-            if _inputs_digest(unit, wanted) != digest:
-                raise unit.error("the inputs changed during the build", where=str(source), expected="stable sources")
-            try:
-                artifact.path.rename(final)
-            except OSError:
-                winner = _cached(final, digest)
-                if winner is None:
-                    raise
-                return winner
-            return Artifact.read(final)
+            return cached(final, digest) or publish(_make(unit, declared, wanted, digest, staging, run), final)
     except OSError as error:
         raise StorageError(
             f"cannot write the artifact ({error.strerror or error})", where=str(out_dir),
@@ -265,17 +253,6 @@ def _sources(unit: _Unit) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _cached(final: Path, digest: str) -> Artifact | None:
-    if not final.is_dir():
-        return None
-    try:
-        artifact = Artifact.read(final)
-    except ArtifactError:
-        shutil.rmtree(final)
-        return None
-    return artifact if artifact.inputs_digest == digest else None
-
-
 def _make(
     unit: _Unit,
     declared: Declarations,
@@ -308,6 +285,10 @@ def _make(
         files={file.name: file_digest(file) for file in sorted(result.iterdir())},
         toolchain=toolchain(), inputs_digest=digest, path=result,
     )  # fmt: skip
+    if _inputs_digest(unit, wanted) != digest:
+        expected = "sources and tools that stay as they are until the build ends"
+        where = f"kernels/{unit.op}/cute.py"
+        raise unit.error("the inputs changed during the build", where=where, expected=expected)
     artifact.write()
     return artifact
 

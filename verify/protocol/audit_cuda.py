@@ -478,4 +478,4 @@ RULES: tuple[Rule, ...] = (
     Rule("audit.external_call", "vprintf and malloc serialise the device and keep state", _external_call),
     Rule("audit.device_state", "a buffer that survives a launch can return an earlier result", _device_state),
 )
-"""Each rule has a test in which it refuses and one in which it passes; docs/audit.md says which are compiled kernels."""
+"""Each rule has a test in which it refuses and one in which it passes (docs/audit.md)."""

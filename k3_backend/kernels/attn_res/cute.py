@@ -27,10 +27,11 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
-from kernels.common.cute_cluster import cluster_barrier, open_exchange, peer_address, send, wait_exchange
+from kernels.common.cute_cluster import cluster_barrier, open_exchange, wait_exchange
 from kernels.common.cute_mma import load_weight_16b, warp_sum
-from kernels.common.cute_registers import load_16b_if, pack, park_16b, store_16b, unpack, unpark_16b
-from kernels.common.cute_vector import load_4xb32
+from kernels.common.cute_registers import load_16b_if, pack, park_16b, unpack
+from kernels.common.cute_ring import peer
+from kernels.common.cute_vector import load_4xb32, load_shared_4xb32, send_f32, store_4xb32
 
 from k3_backend.aot.cuda.contract import Choices, Launch, Variant
 
@@ -191,9 +192,9 @@ def attn_res(
     for v in cutlass.range_constexpr(vectors):
         piece = p[4 * v : 4 * v + 4]
         if add_delta != 0:
-            store_16b(token_prefix + column[v], piece)
+            store_4xb32(token_prefix + column[v], piece)
         if write_block >= 0:
-            store_16b(token_blocks + (write_block * width + column[v]), piece)
+            store_4xb32(token_blocks + (write_block * width + column[v]), piece)
     row.append(p)
 
     mix = unpack(p)
@@ -217,8 +218,8 @@ def attn_res(
                 if item < 2 * rows * cluster:
                     value = item % (2 * rows)
                     total = chained_sum([warp_sums_s[w * (2 * rows) + value] for w in range(warps)])
-                    peer = peer_address(shared, item // (2 * rows))
-                    send(peer + (layout.sums + (rank * (2 * rows) + value) * 4), total, peer + layout.barriers)
+                    peer_s = peer(shared.toint(), item // (2 * rows))
+                    send_f32(peer_s + (layout.sums + (rank * (2 * rows) + value) * 4), total, peer_s + layout.barriers)
             wait_exchange(barriers)
         table = sums_s if cluster > 1 else warp_sums_s
         place = 2 * cutlass.min(lane, sources)
@@ -242,11 +243,11 @@ def attn_res(
 
     # --- norm -----------------------------------------------------------------------------------------------------
     square = warp_sum(chained_sum([m * m for m in mix]))
-    gain = [unpark_16b(gain_s + (v * threads + tid) * 4) for v in range(vectors)]
+    gain = [load_shared_4xb32((gain_s + (v * threads + tid) * 4).toint()) for v in range(vectors)]
     if cutlass.const_expr(cluster > 1):
         if lane < cluster:
-            peer = peer_address(shared, lane)
-            send(peer + (layout.square + part * 4), square, peer + (layout.barriers + 8))
+            peer_s = peer(shared.toint(), lane)
+            send_f32(peer_s + (layout.square + part * 4), square, peer_s + (layout.barriers + 8))
         wait_exchange(barriers + 1)
         square = chained_sum([square_s[q] for q in range(cluster * warps)])
     elif cutlass.const_expr(warps > 1):
@@ -258,7 +259,7 @@ def attn_res(
     for v in cutlass.range_constexpr(vectors):
         piece = mix[VECTOR * v : VECTOR * (v + 1)]
         gains = unpack(gain[v])
-        store_16b(token_out + column[v], pack([m * scale * g for m, g in zip(piece, gains, strict=True)]))
+        store_4xb32(token_out + column[v], pack([m * scale * g for m, g in zip(piece, gains, strict=True)]))
 
 
 def variant(choices: Choices) -> Variant:

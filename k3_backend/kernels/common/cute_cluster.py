@@ -10,9 +10,9 @@ came from registers.
 """
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import cute
 
-__all__ = ["cluster_barrier", "open_exchange", "peer_address", "send", "wait_exchange"]
+__all__ = ["cluster_barrier", "open_exchange", "wait_exchange"]
 
 
 @cute.jit
@@ -28,25 +28,6 @@ def cluster_barrier() -> None:
     cute.arch.mbarrier_init_fence()
     cute.arch.cluster_arrive_relaxed(aligned=True)
     cute.arch.cluster_wait()
-
-
-@cute.jit
-def peer_address(shared: cute.Pointer, rank: Int32) -> Int32:
-    """The address, in the cluster's window, of the same shared memory location in another CTA."""
-    return cute.arch.inline_ptx(
-        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
-        write_only_types=[Int32],
-        read_only_args=[shared.toint(), rank],
-    )
-
-
-@cute.jit
-def send(at: Int32, value: Float32, barrier: Int32) -> None:
-    """Store four bytes into a CTA's table and count them on its mbarrier; both are cluster window addresses."""
-    cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
-        read_only_args=[at, value, barrier],
-    )
 
 
 @cute.jit

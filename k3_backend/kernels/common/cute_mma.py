@@ -17,7 +17,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 __all__ = [
-    "load_shared_8b", "load_shared_16b", "load_weight_16b", "matrix_transposed_x4", "matrix_x4", "mma_m16n8k16",
+    "load_shared_8b", "load_weight_16b", "matrix_transposed_x4", "matrix_x4", "mma_m16n8k16",
     "pack_bf16x2", "store_shared_8b", "unpack_bf16x2", "warp_sum",
 ]  # fmt: skip
 
@@ -43,16 +43,6 @@ def load_weight_16b(pointer: cute.Pointer) -> tuple:
         "ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32] * 4,
         read_only_args=[pointer],
-    )
-
-
-@cute.jit
-def load_shared_16b(address: Int32) -> tuple:
-    """16 bytes at an address of shared memory as four Int32."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[address],
     )
 
 

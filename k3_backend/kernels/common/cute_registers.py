@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from kernels.common.cute_mma import pack_bf16x2, unpack_bf16x2
 
-__all__ = ["load_4b_if", "load_16b_if", "pack", "park_16b", "store_16b", "unpack", "unpark_16b"]
+__all__ = ["load_4b_if", "load_16b_if", "pack", "park_16b", "unpack"]
 
 
 @cute.jit
@@ -34,26 +34,10 @@ def load_16b_if(pointer: cute.Pointer, wanted: Boolean, absent: cutlass.Constexp
 
 
 @cute.jit
-def store_16b(pointer: cute.Pointer, words) -> None:
-    """Four registers to consecutive global memory."""
-    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *words])
-
-
-@cute.jit
 def park_16b(pointer: cute.Pointer, words) -> None:
     """Four registers to shared memory."""
     cute.arch.inline_ptx(
         "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer.toint(), *words]
-    )
-
-
-@cute.jit
-def unpark_16b(pointer: cute.Pointer) -> tuple:
-    """Four registers from shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[pointer.toint()],
     )
 
 

@@ -1,4 +1,4 @@
-"""Shared memory by 32-bit address: mbarriers, bulk copies into ring slots, ldmatrix, and messages within a cluster.
+"""Shared memory by 32-bit address: mbarriers, bulk copies into ring slots, and messages within a cluster.
 
 A ring has one `full` and one `empty` mbarrier per slot. The producer waits for `empty`, announces the bytes on `full`
 (`expect`), and starts bulk copies that complete on it; consumers wait for `full`, read, and arrive on `empty`. The
@@ -13,8 +13,8 @@ here is one PTX instruction (waits: a loop around one) with the memory order tha
 from cutlass import Float32, Int32, cute
 
 __all__ = [
-    "arrive", "arrive_peer", "bulk_copy", "expect", "init_barrier", "ldmatrix", "ldmatrix_transposed", "load_f32x2",
-    "load_f32x4", "order_generic_before_bulk", "peer", "send_f32x2", "send_f32x4", "store_b32", "store_f32",
+    "arrive", "arrive_peer", "bulk_copy", "expect", "init_barrier", "load_f32x2",
+    "order_generic_before_bulk", "peer", "send_f32x2", "send_f32x4", "store_b32", "store_f32",
     "store_f32x2", "store_zero_16b", "wait", "wait_cluster",
 ]  # fmt: skip
 
@@ -80,40 +80,10 @@ def order_generic_before_bulk() -> None:
 
 
 @cute.jit
-def ldmatrix(address: Int32) -> tuple:
-    """Four 8x8 bf16 matrices as packed registers; lanes 8i .. 8i + 7 give the rows of matrix i."""
-    return cute.arch.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[address],
-    )
-
-
-@cute.jit
-def ldmatrix_transposed(address: Int32) -> tuple:
-    """As `ldmatrix`, each matrix transposed."""
-    return cute.arch.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[address],
-    )
-
-
-@cute.jit
 def load_f32x2(address: Int32) -> tuple:
     """Two consecutive Float32."""
     return cute.arch.inline_ptx(
         "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[address]
-    )
-
-
-@cute.jit
-def load_f32x4(address: Int32) -> tuple:
-    """Four consecutive Float32."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Float32] * 4,
-        read_only_args=[address],
     )
 
 

@@ -44,18 +44,18 @@ def send_f32(target: Int32, value: Float32, barrier: Int32) -> None:
 
 
 @cute.jit
-def copy_16b_async(target: cute.Pointer, source: cute.Pointer) -> None:
-    """16 bytes from global to shared memory (cp.async, past L1); ends with the group that is committed next."""
-    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target.toint(), source])
+def copy_16b_async(target: Int32, source: cute.Pointer) -> None:
+    """16 bytes from global memory to a shared address (cp.async, past L1); part of the group that is committed next."""
+    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target, source])
 
 
 @cute.jit
-def load_shared_4xf32(pointer: cute.Pointer) -> tuple:
-    """Four consecutive Float32 of shared memory."""
+def load_shared_4xf32(address: Int32) -> tuple:
+    """Four consecutive Float32 of shared memory, by its 32-bit address."""
     return cute.arch.inline_ptx(
         "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Float32] * 4,
-        read_only_args=[pointer.toint()],
+        read_only_args=[address],
     )
 
 

@@ -206,12 +206,14 @@ def load_head_constants(
     for i in cutlass.range_constexpr(HEAD * HEAD // 8 // threads):
         item = tid + threads * i
         row, chunk = item // 16, item % 16
-        copy_16b_async(f_b_s + 8 * (row * 16 + swizzle(row, chunk)), f_b + 8 * ((head * HEAD + row) * 16 + chunk))
+        copy_16b_async(
+            (f_b_s + 8 * (row * 16 + swizzle(row, chunk))).toint(), f_b + 8 * ((head * HEAD + row) * 16 + chunk)
+        )
     for i in cutlass.range_constexpr((shape.channels + threads - 1) // threads):
         item = tid + threads * i
         if item < shape.channels:
             channel = channel_of(item, head * HEAD, shape.width, first_row)
-            copy_16b_async(conv_w_s + 4 * item, conv_w + 4 * channel)
+            copy_16b_async((conv_w_s + 4 * item).toint(), conv_w + 4 * channel)
     cute.arch.cp_async_commit_group()
 
 
@@ -286,7 +288,7 @@ def convolve(window_s: cute.Pointer, conv_w_s: cute.Pointer, values: cute.Pointe
             at = warp * HEAD + 32 * c + lane
             if at < channels:
                 total = Float32(0.0)
-                weights = load_shared_4xf32(conv_w_s + 4 * at)
+                weights = load_shared_4xf32((conv_w_s + 4 * at).toint())
                 for j in cutlass.range_constexpr(4):
                     total += weights[j] * window_s[(t + j) * channels + at].to(Float32)
                 y[c] = total * sigmoid(total)
@@ -342,7 +344,7 @@ def recur(s: cute.Tensor, values: cute.Pointer, beta: Float32, t: Int32, row_bas
     sq.fill(0.0)
     for j in cutlass.range_constexpr(4):
         column = t * HEAD + 32 * j + 4 * piece
-        a, k, q = load_shared_4xf32(decay_s + column), load_shared_4xf32(k_s + column), load_shared_4xf32(q_s + column)
+        a, k, q = (load_shared_4xf32((values_s + column).toint()) for values_s in (decay_s, k_s, q_s))
         for i in cutlass.range_constexpr(4):
             kq += k[i] * q[i]
             for n in cutlass.range_constexpr(groups):
@@ -359,7 +361,7 @@ def recur(s: cute.Tensor, values: cute.Pointer, beta: Float32, t: Int32, row_bas
         if piece == 0:
             o_s[at] = o
     for j in cutlass.range_constexpr(4):
-        k = load_shared_4xf32(k_s + (t * HEAD + 32 * j + 4 * piece))
+        k = load_shared_4xf32((k_s + (t * HEAD + 32 * j + 4 * piece)).toint())
         for n in cutlass.range_constexpr(groups):
             for i in cutlass.range_constexpr(4):
                 s[16 * n + 4 * j + i] += sk[n] * k[i]
@@ -552,7 +554,7 @@ def kda_decode(
                 rows = cute.make_rmem_tensor(16 * groups, Float32)
                 for n in cutlass.range_constexpr(groups):
                     for j in cutlass.range_constexpr(4):
-                        four = load_shared_4xf32(state_s + (4 * n * HEAD + 32 * j))
+                        four = load_shared_4xf32((state_s + (4 * n * HEAD + 32 * j)).toint())
                         for i in cutlass.range_constexpr(4):
                             rows[16 * n + 4 * j + i] = four[i]
                 cute.arch.sync_warp()

@@ -41,17 +41,14 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
-from kernels.common.cute_mma import mma_m16n8k16, pack_bf16x2, warp_sum
+from kernels.common.cute_mma import matrix_transposed_x4, matrix_x4, mma_m16n8k16, pack_bf16x2, warp_sum
 from kernels.common.cute_ring import (
     arrive,
     arrive_peer,
     bulk_copy,
     expect,
     init_barrier,
-    ldmatrix,
-    ldmatrix_transposed,
     load_f32x2,
-    load_f32x4,
     order_generic_before_bulk,
     peer,
     send_f32x2,
@@ -63,7 +60,7 @@ from kernels.common.cute_ring import (
     wait,
     wait_cluster,
 )
-from kernels.common.cute_vector import store_4xf32
+from kernels.common.cute_vector import load_shared_4xf32, store_4xf32
 
 from k3_backend.aot.cuda.contract import Choices, Launch, Variant, Workspace
 
@@ -398,7 +395,7 @@ def load_query(base: Int32, state: cute.Tensor, q: cute.Tensor, plan: cutlass.Co
         full = base + plan.barriers + 8 * state[0]
         wait(full, state[1])
         for step in cutlass.range_constexpr(K_STEPS):
-            pair = ldmatrix(base + plan.ring + SLOT * state[0] + at + 32 * step)
+            pair = matrix_x4(base + plan.ring + SLOT * state[0] + at + 32 * step)
             for n in cutlass.range_constexpr(min(2, plan.tiles - 2 * chunk)):
                 q[0, 2 * chunk + n, step] = pair[2 * n]
                 q[1, 2 * chunk + n, step] = pair[2 * n + 1]
@@ -474,7 +471,7 @@ def attend(
             k_base.append(base + plan.ring + SLOT * slot + k_at)
         for step in cutlass.range_constexpr(K_STEPS):
             for j in cutlass.range_constexpr(2):
-                k = ldmatrix(k_base[j] + 32 * step)
+                k = matrix_x4(k_base[j] + 32 * step)
                 for n in cutlass.range_constexpr(tiles):
                     acc = (s[0, n, j], s[1, n, j], s[2, n, j], s[3, n, j])
                     acc = mma_m16n8k16(acc, k, (q[0, n, step], q[1, n, step]))
@@ -511,7 +508,7 @@ def attend(
         # O^T = factor O^T + V^T P^T for this warp's columns.
         p = []
         for n in cutlass.range_constexpr(tiles):
-            low, high = ldmatrix(p_at + 8 * P_PITCH * n), ldmatrix(p_at + 8 * P_PITCH * n + 64)
+            low, high = matrix_x4(p_at + 8 * P_PITCH * n), matrix_x4(p_at + 8 * P_PITCH * n + 64)
             p.append((low[0:2], low[2:4], high[0:2], high[2:4]))
             factor = load_f32x2(base + plan.factors + 4 * (8 * n + 2 * t))
             for m in cutlass.range_constexpr(WARP_COLUMNS // 16):
@@ -521,7 +518,7 @@ def attend(
             wait(base + plan.barriers + 8 * slots[j], parities[j])
             v_base = base + plan.ring + SLOT * slots[j] + v_at
             for m in cutlass.range_constexpr(WARP_COLUMNS // 16):
-                v = ldmatrix_transposed(v_base + 32 * m)
+                v = matrix_transposed_x4(v_base + 32 * m)
                 for n in cutlass.range_constexpr(tiles):
                     acc = mma_m16n8k16((o[0, n, m], o[1, n, m], o[2, n, m], o[3, n, m]), v, p[n][j])
                     for i in cutlass.range_constexpr(4):
@@ -640,8 +637,8 @@ def inbox_parts(base: Int32, fragment: Int32, rank: Int32, plan: cutlass.Constex
     row, _ = place_of(fragment, rank, plan)
     parts = []
     for r in cutlass.range_constexpr(plan.cluster):
-        stats = load_f32x4(base + plan.stats + 8 * (r * plan.rows + row + 2 * (lane % 4)))
-        values = load_f32x4(base + plan.inbox + 16 * ((r * plan.slice_fragments + fragment) * 32 + lane))
+        stats = load_shared_4xf32(base + plan.stats + 8 * (r * plan.rows + row + 2 * (lane % 4)))
+        values = load_shared_4xf32(base + plan.inbox + 16 * ((r * plan.slice_fragments + fragment) * 32 + lane))
         parts.append((stats, values))
     return tuple(parts)
 
@@ -896,7 +893,7 @@ def mla_decode(
                         fragment += WARPS
                 else:
                     for n in cutlass.range_constexpr(plan.tiles):
-                        stats = load_f32x4(base + plan.stats + 8 * (8 * n + 2 * (lane % 4)))
+                        stats = load_shared_4xf32(base + plan.stats + 8 * (8 * n + 2 * (lane % 4)))
                         for m in cutlass.range_constexpr(WARP_COLUMNS // 16):
                             clear_sum(*part)
                             add_parts(*part, ((stats, (o[0, n, m], o[1, n, m], o[2, n, m], o[3, n, m])),))

@@ -9,15 +9,14 @@ lie in its accumulators.
 
 import cutlass
 from cutlass import Float32, Int32, cute
-from kernels.common.cute_mma import load_shared_16b, matrix_x4, mma_m16n8k16, pack_bf16x2, warp_sum
+from kernels.common.cute_mma import matrix_x4, mma_m16n8k16, pack_bf16x2, warp_sum
+from kernels.common.cute_ring import peer
+from kernels.common.cute_vector import copy_16b_async, load_4xb32, load_shared_4xb32, send_f32
 from kernels.mla_query.plan import Plan
 from kernels.mla_query.steps import (
     absorb,
     arm,
     commit_absorption,
-    copy_16b,
-    in_peer,
-    load_16b,
     load_rows_of_w_qb,
     negative,
     push_16b,
@@ -57,7 +56,7 @@ def query_rows(
     my_k = rank * (32 * plan.chunks)
     weights = load_rows_of_w_qb(w_qb, head, cute.arch.warp_idx(), my_k + 8 * (cute.arch.lane_idx() % 4), plan)
     if thread < plan.pieces:
-        copy_16b(shared + plan.norm_at + 16 * thread, q_norm + my_k + 8 * thread)
+        copy_16b_async(shared + plan.norm_at + 16 * thread, q_norm + my_k + 8 * thread)
     commit_absorption(shared, w_uk_t, head, rank, plan)
     cute.arch.cluster_wait()
     cute.arch.griddepcontrol_wait()
@@ -109,7 +108,7 @@ def _load_q_a(proj: cute.Pointer, rows: Int32, tile: Int32, my_k: Int32, plan: c
     """The lane's pieces of q_a. Rows past the end repeat the last one; nothing that comes of them is stored."""
     row = cutlass.min(tile * plan.tile + _lane_token(plan), rows - 1)
     source = proj + (row * plan.proj_row + my_k)
-    return [load_16b(source + 8 * _piece(step, plan)) for step in range(plan.norm_steps)]
+    return [load_4xb32(source + 8 * _piece(step, plan)) for step in range(plan.norm_steps)]
 
 
 @cute.jit
@@ -125,12 +124,9 @@ def _share_squares(shared: Int32, q_a: list, buffer: Int32, rank: Int32, plan: c
     total = warp_sum(total, plan.token_lanes)
     address = shared + plan.squares_at + 4 * ((buffer * plan.tile + _lane_token(plan)) * plan.cluster + rank)
     for i in cutlass.range_constexpr(-(-plan.cluster // plan.token_lanes)):
-        peer = at + i * plan.token_lanes
-        if peer < plan.cluster:
-            cute.arch.inline_ptx(
-                "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
-                read_only_args=[in_peer(address, peer), total, in_peer(shared + 8 * buffer, peer)],
-            )
+        owner = at + i * plan.token_lanes
+        if owner < plan.cluster:
+            send_f32(peer(address, owner), total, peer(shared + 8 * buffer, owner))
 
 
 @cute.jit
@@ -158,7 +154,7 @@ def _normalise(
     scale = split_scale(cute.math.rsqrt(total * (1.0 / plan.q_lora) + eps))
     for step in cutlass.range_constexpr(plan.norm_steps):
         piece = _piece(step, plan)
-        norm = load_shared_16b(shared + plan.norm_at + 16 * piece)
+        norm = load_shared_4xb32(shared + plan.norm_at + 16 * piece)
         address = shared + plan.c_at + token * plan.c_pitch + 16 * piece - 12 * (piece % 4)
         for j in cutlass.range_constexpr(4):
             c = scaled(q_a[step][j], norm[j], negative(norm[j]), *scale)
@@ -170,8 +166,8 @@ def _multiply(shared: Int32, weights: list, buffer: Int32, rank: Int32, plan: cu
     """Product of the tile's c and the warp's rows over the CTA's k, to the CTA that finishes these rows."""
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     start = shared + plan.c_at + (buffer * plan.tile + lane % 16) * plan.c_pitch + lane // 16 * 16
-    barrier = in_peer(shared + 8 * (plan.buffers + buffer), warp)
-    target = in_peer(shared + plan.partial_at + _fragment(buffer, rank, 0, 0, plan) + 16 * lane, warp)
+    barrier = peer(shared + 8 * (plan.buffers + buffer), warp)
+    target = peer(shared + plan.partial_at + _fragment(buffer, rank, 0, 0, plan) + 16 * lane, warp)
     together = min(2, plan.blocks)  # blocks of 16 tokens; two hide the latency of dependent MMAs
     for first in cutlass.range_constexpr(0, plan.blocks, together):
         acc = [[zero()] * plan.octets for _ in range(together)]

@@ -11,11 +11,11 @@ from kernels.common.cute_mma import (
     store_shared_8b,
     warp_sum,
 )
+from kernels.common.cute_vector import load_4xb32
 from kernels.mla_query.plan import Plan
 from kernels.mla_query.steps import (
     absorb,
     commit_absorption,
-    load_16b,
     load_rows_of_w_qb,
     negative,
     scaled,
@@ -86,7 +86,7 @@ def _load_q_a(proj: cute.Pointer, rows: Int32, plan: cutlass.Constexpr) -> list:
     q_a = []
     for step in cutlass.range_constexpr(plan.norm_steps):
         row = cutlass.min(_token(step, plan), rows - 1)
-        q_a.append(load_16b(proj + (row * plan.proj_row + 8 * piece)))
+        q_a.append(load_4xb32(proj + (row * plan.proj_row + 8 * piece)))
     return q_a
 
 

@@ -38,9 +38,10 @@ last exchange is complete, after which nobody writes to it.
 import cutlass
 from cutlass import Float32, Int32, cute
 from kernels.common.cute_mma import load_weight_16b, pack_bf16x2, unpack_bf16x2, warp_sum
+from kernels.common.cute_vector import load_4xb32, store_4xb32
 from kernels.mla_query import by_k, by_rows
 from kernels.mla_query.plan import BY_ROWS, Plan
-from kernels.mla_query.steps import load_16b, store_16b, sum_of_squares
+from kernels.mla_query.steps import sum_of_squares
 
 from k3_backend.aot.cuda.contract import Choices, Launch, Value, Variant
 
@@ -96,7 +97,7 @@ def _insert_rows(
     for token in cutlass.range(first, rows, plan.cluster * plan.warps, unroll=1):
         slot = slots[token]
         source = proj + (token * plan.proj_row + plan.q_lora + 8 * lane)
-        latent = [load_16b(source + 256 * part) for part in range(parts)]
+        latent = [load_4xb32(source + 256 * part) for part in range(parts)]
         total = Float32(0.0)
         for part in cutlass.range_constexpr(parts):
             total = sum_of_squares(total, latent[part])
@@ -109,9 +110,9 @@ def _insert_rows(
                     x, y = unpack_bf16x2(latent[part][i])
                     v, w = unpack_bf16x2(norm[part][i])
                     values.append(pack_bf16x2(x * scale * v, y * scale * w))
-                store_16b(target + 256 * part, values)
+                store_4xb32(target + 256 * part, values)
             if lane < plan.pe // 8:
-                store_16b(target + plan.kv_lora, load_16b(source + plan.kv_lora))
+                store_4xb32(target + plan.kv_lora, load_4xb32(source + plan.kv_lora))
 
 
 def variant(choices: Choices) -> Variant:

@@ -14,48 +14,19 @@ from kernels.common.cute_mma import (
     pack_bf16x2,
     unpack_bf16x2,
 )
+from kernels.common.cute_ring import peer
+from kernels.common.cute_vector import copy_16b_async
 
 __all__ = [
-    "absorb", "arm", "commit_absorption", "copy_16b", "in_peer", "load_16b", "load_rows_of_w_qb", "negative",
-    "push_16b", "scaled", "share_nope", "split_scale", "start_barriers", "store_4b", "store_16b", "sum_of_squares",
-    "zero",
+    "absorb", "arm", "commit_absorption", "load_rows_of_w_qb", "negative", "push_16b", "scaled",
+    "share_nope", "split_scale", "start_barriers", "store_4b", "sum_of_squares", "zero",
 ]  # fmt: skip
-
-
-@cute.jit
-def load_16b(pointer: cute.Pointer) -> tuple:
-    """16 bytes of an activation as four Int32."""
-    return cute.arch.inline_ptx(
-        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[pointer],
-    )
-
-
-@cute.jit
-def store_16b(pointer: cute.Pointer, values: tuple) -> None:
-    """16 bytes to global memory from four Int32."""
-    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *values])
 
 
 @cute.jit
 def store_4b(pointer: cute.Pointer, value: Int32) -> None:
     """4 bytes to global memory."""
     cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[pointer, value])
-
-
-@cute.jit
-def copy_16b(target: Int32, source: cute.Pointer) -> None:
-    """16 bytes from global to shared memory (cp.async); part of the group that is committed next."""
-    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target, source])
-
-
-@cute.jit
-def in_peer(address: Int32, rank: Int32) -> Int32:
-    """The address that names, in the shared memory of another CTA of the cluster, what `address` names in this one."""
-    return cute.arch.inline_ptx(
-        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
-    )
 
 
 @cute.jit
@@ -125,7 +96,7 @@ def commit_absorption(shared: Int32, w_uk_t: cute.Pointer, head: Int32, rank: In
         n, piece = index // pieces, index % pieces
         if n < plan.nope:
             target = shared + plan.absorb_at + n * (2 * plan.latents) + 16 * place(n, piece)
-            copy_16b(target, source + (n * plan.kv_lora + 8 * piece))
+            copy_16b_async(target, source + (n * plan.kv_lora + 8 * piece))
     cute.arch.cp_async_commit_group()
 
 
@@ -184,8 +155,8 @@ def share_nope(
     at = plan.nope_at + (buffer * plan.tile + token) * plan.nope_pitch + 16 * (rank * plan.nope_octets + octet)
     if token < plan.tile:
         for i in cutlass.range_constexpr(plan.cluster // 4):
-            peer = lane % 4 * (plan.cluster // 4) + i
-            push_16b(in_peer(shared + at, peer), values, in_peer(barrier, peer))
+            owner = lane % 4 * (plan.cluster // 4) + i
+            push_16b(peer(shared + at, owner), values, peer(barrier, owner))
 
 
 @cute.jit

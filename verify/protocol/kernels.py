@@ -24,6 +24,7 @@ __all__ = [
     "PROTOCOL_ID",
     "PROTOCOL_IDS",
     "ROUNDING",
+    "case_codes",
     "case_fails",
     "decide",
     "exceeds",
@@ -199,6 +200,11 @@ def _op(case: Line, cuda: bool) -> str:
 def case_fails(case: Line) -> bool:
     """Whether a case line alone is enough to fail the gate."""
     return any(True for _ in _case_findings(case))
+
+
+def case_codes(case: Line) -> frozenset[str]:
+    """Codes of every rule that a case line alone breaks."""
+    return frozenset(code for code, _, _ in _case_findings(case))
 
 
 def worst_share(case: Line) -> float:

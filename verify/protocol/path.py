@@ -11,27 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from verify.protocol import kernels
+from verify.protocol import kernels, path_cuda
 from verify.protocol.decision import Decision, Finding, Line
+from verify.protocol.step_distance import FACTORS, FLOORS, MEASURES, grouped, step_exceeds, step_tolerance
 
-__all__ = ["CODES", "FACTORS", "FLOORS", "PROTOCOL_ID", "decide", "step_exceeds", "step_tolerance"]
+__all__ = [
+    "CODES", "FACTORS", "FLOORS", "MEASURES", "PROTOCOL_ID", "PROTOCOL_IDS", "decide", "step_exceeds", "step_tolerance",
+]  # fmt: skip
 
 PROTOCOL_ID = "path/1"
-
-MEASURES = ("median_row_l2", "row_l2", "mean")
-"""Distance of two steps' `hidden` [N, D]: median and maximum over rows of the relative l2 distance, and
-sum |a - b| / sum |b|. The gate's model routes by wide margins, so that no row differs by another choice of experts."""
-
-FACTORS: Mapping[str, float] = {"median_row_l2": 3.0, "row_l2": 4.0, "mean": 3.0}
-"""Allowed distance between specialised and standard step, in distances between standard step and fp64 reference: the
-specialised path may be twice as far from the reference as the standard path (2 + 1), its worst row a little more."""
-
-FLOORS: Mapping[str, float] = {"median_row_l2": 2.0**-8, "row_l2": 2.0**-7, "mean": 2.0**-8}
-"""One bf16 rounding of the result."""
+PROTOCOL_IDS = (PROTOCOL_ID, path_cuda.PROTOCOL_ID)
+"""Methods whose lines this module decides: whole steps on the host, and half-layers on a GPU machine (`path_cuda`)."""
 
 CODES = {
     "path.fallback": "a claimed step took the standard path; the message gives the planner's reason",
     "path.ledger": "the ledger counts other runs than the step's program has",
+    "path.symbols": "the profiler saw other kernels, or another number of them, than the captured sites launch",
     "path.step_mismatch": "a specialised step differs from the standard step by more than rounding explains",
     "path.unowned_state_changed": "a step changed state slots or cache rows of requests that are not in the batch",
     "path.watermark_unseen": "an op was made deliberately wrong and a comparison did not notice",
@@ -40,6 +35,8 @@ CODES = {
     "path.timeout": "a step did not end before its deadline",
     "path.protocol": "the worker sent something that trusted code never sends",
     "path.error": "the objects could not be loaded, or a step raised an error",
+    "path.no_profiler": "the GPU machine's profiler reports no kernels, so nobody saw which ones ran",
+    "path.no_power": "the standard path is so far from the reference in a cell that nothing could be told apart",
     "path.no_artifacts": "the build gate left nothing to run",
     "path.kit": "a GPU machine has to evaluate this: build a kit, run it there, import its results",
     "path.device": "this machine cannot run the target's kernels",
@@ -57,21 +54,6 @@ _FAILURES = {
 }
 
 
-def step_tolerance(standard: Mapping[str, Any]) -> dict[str, float]:
-    """Allowed distances of a specialised step from the standard step.
-
-    Args:
-        standard: largest distances of standard steps from the fp64 reference, by measure.
-    """
-    return {name: FACTORS[name] * float(standard[name]) + FLOORS[name] for name in MEASURES}
-
-
-def step_exceeds(distance: Mapping[str, Any], allowed: Mapping[str, float]) -> list[str]:
-    """What makes a step differ from the standard step: a value that is not finite, measures above their tolerance."""
-    wrong = ["nonfinite"] if int(distance["nonfinite"]) > 0 else []
-    return wrong + [name for name in MEASURES if not float(distance[name]) <= allowed[name]]
-
-
 def decide(lines: Sequence[Line]) -> Decision:
     """Outcome of the gate.
 
@@ -83,6 +65,8 @@ def decide(lines: Sequence[Line]) -> Decision:
         state it does not own, or if a watermark went unseen; not_evaluated if lines are missing or malformed; passed
         otherwise.
     """
+    if lines and lines[0].get("protocol") == path_cuda.PROTOCOL_ID:
+        return path_cuda.decide(lines)
     problem = _malformed(lines)
     if problem is not None:
         return Decision("not_evaluated", (problem,))
@@ -95,7 +79,7 @@ def decide(lines: Sequence[Line]) -> Decision:
     findings += [finding for mark in marks for finding in _watermark(header, mark, allowed)]
     metrics = _metrics(cells, marks, allowed)
     if findings:
-        return Decision("failed", tuple(_grouped(findings)), metrics)
+        return Decision("failed", tuple(grouped(findings)), metrics)
     left = sorted(set(map(str, header["planned"])) - {str(line["id"]) for line in (*cells, *marks)})
     if left:
         return Decision("not_evaluated", (_incomplete(f"{len(left)} planned steps are missing", left[0]),), metrics)
@@ -192,17 +176,6 @@ def _watermark(header: Line, mark: Line, allowed: Mapping[str, float]) -> Iterab
         text = f"op {op} was made deliberately wrong and the kernels comparison passed"
         rule = "a kernels comparison that breaks: the compared bytes come from this kernel"
         yield Finding("path.watermark_unseen", text, where, rule, again)
-
-
-def _grouped(findings: Sequence[Finding]) -> Iterable[Finding]:
-    """One finding per code and message, with the number of places where the same was seen."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault((finding.code, finding.message), []).append(finding)
-    for group in groups.values():
-        first = group[0]
-        more = f" (in {len(group)} places)" if len(group) > 1 else ""
-        yield Finding(first.code, first.message + more, first.where, first.expected, first.next)
 
 
 def _metrics(cells: Sequence[Line], marks: Sequence[Line], allowed: Mapping[str, float]) -> dict[str, dict[str, Any]]:

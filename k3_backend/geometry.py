@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["GEOMETRIES", "Geometry", "geometry"]
+__all__ = ["GEOMETRIES", "Geometry", "LayerKind", "geometry"]
 
 LayerKind = Literal["kda", "mla"]
 ExpertFormat = Literal["bf16", "mxfp4"]

@@ -13,13 +13,13 @@ model's output with `model.norm` applied.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from k3_backend.geometry import Geometry
+from k3_backend.geometry import Geometry, LayerKind
 from k3_backend.model.batch import Batch
 from k3_backend.ops import OPS
 from k3_backend.ops.interface import DType, Shape
@@ -35,6 +35,8 @@ __all__ = [
     "bind",
     "decode_program",
     "execute",
+    "half_layer_buffers",
+    "half_layer_program",
     "step_buffers",
 ]
 
@@ -132,6 +134,50 @@ def decode_program(g: Geometry, tokens: int = 1, expert_format: str = "bf16") ->
         sites += _mlp(g, layer, expert_format)
     sites.append(_attn_res(g, None, "attn_res.final", "hidden", add_delta=1, sources=g.attn_res_blocks, round_mix=1))
     return tuple(sites)
+
+
+def half_layer_program(g: Geometry, kind: LayerKind, count: int, tokens: int = 1) -> tuple[Site, ...]:
+    """`count` attention half-layers of one kind, one after another: AttnRes, input projection and token mixing.
+
+    Each is that of the kind's last layer, on inputs, weights and state of its own; `Site.layer` numbers them. They end
+    at what the output projection reads. Contents between the sites of a half-layer share their buffers, as in a step.
+    Bindings `prefix.3`, `delta.3`, `blocks.3`, `kda_out.3` (`mla_out.3`) and the pools `state.3`, `conv_state.3`,
+    `kv_cache.3` belong to half-layer 3.
+
+    Args:
+        g: the model's dimensions.
+        kind: `kda` or `mla`.
+        count: half-layers, at least 1.
+        tokens: T, query tokens per request.
+    """
+    layer = (g.kda_layers if kind == "kda" else g.mla_layers)[-1]
+    sites: list[Site] = []
+    for at in range(count):
+        for site in _attention(g, layer, tokens):
+            if site.op != "oproj_allreduce":
+                bindings = {name: _own(bound, at) for name, bound in site.bindings.items()}
+                sites.append(Site(at, site.op, site.name, site.attrs, bindings))
+    return tuple(sites)
+
+
+def half_layer_buffers(g: Geometry, kind: LayerKind, count: int, rows: int) -> tuple[Buffer, ...]:
+    """Every buffer that `half_layer_program` binds beside batch fields and state pools, for M = rows."""
+    bound = {name for site in half_layer_program(g, kind, count) for name in site.bindings.values()}
+    buffers = []
+    for buffer in step_buffers(g, rows):
+        own = [_own(buffer.name, at) for at in range(count)]
+        buffers += [replace(buffer, name=name) for name in dict.fromkeys(own) if name in bound]
+    return tuple(buffers)
+
+
+_OWN = ("prefix", "delta", "blocks", "kda_out", "mla_out", "conv_state", "state", "kv_cache")
+"""Bindings that every half-layer of a chain has for itself."""
+
+
+def _own(bound: str, at: int) -> str:
+    """A binding of the model's program as that of half-layer `at`."""
+    name = bound.partition(".")[0]
+    return f"{name}.{at}" if name in _OWN else bound
 
 
 def _attn_res(

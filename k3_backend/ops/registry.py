@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Protocol, cast
 
 import torch
@@ -40,12 +41,19 @@ def reference(op: str) -> Reference:
 
 
 @cache
-def standard(op: str) -> Standard:
-    """The standard implementation of an op: what stock serving does, in eager torch.
+def standard(op: str, device: str = "cpu") -> Standard:
+    """The standard implementation of an op: what stock serving does.
+
+    Args:
+        op: name.
+        device: `cpu` or `cuda`. An op whose eager torch form does not suit a GPU, or cannot be captured in a graph,
+            has a form of its own there (`standard_cuda.py`).
 
     Raises:
         KeyError: unknown op; the message lists the known ones.
     """
+    if device == "cuda" and op in OPS and find_spec(f"k3_backend.ops.{op}.standard_cuda") is not None:
+        return cast(Standard, import_module(f"k3_backend.ops.{op}.standard_cuda").standard)
     return cast(Standard, _attribute(op, "standard"))
 
 

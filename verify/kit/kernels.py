@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from k3_backend.aot.cuda.choices import Choices
 from k3_backend.geometry import geometry
 from k3_backend.ops import OPS
 from verify.evaluator.client import Client
@@ -33,7 +34,6 @@ from verify.kit.manifest import Unit
 from verify.kit.sanitizer import check_unit
 from verify.protocol.kernels import case_fails
 from verify.protocol.kernels_cuda import EVALUATOR_FAILED, PROTOCOL_ID, REPLAYS
-from verify.workers.card_methods import read_choices
 
 __all__ = ["run"]
 
@@ -128,7 +128,7 @@ def _plan(kit: KitContext, arm: str) -> list[Planned]:
 def _edges(kit: KitContext, arm: str, unit: Unit) -> list[int]:
     """Rows at which the unit's schedule changes bucket."""
     folder, schedules = kit.artifact(arm, unit), kit.schedules(arm)
-    schedule = read_choices(folder, schedules, OPS[unit.op], geometry(unit.geometry), unit.arch)[2]
+    schedule = Choices.read(folder, schedules, OPS[unit.op], geometry(unit.geometry), unit.arch).schedule
     return sorted({bucket.max_rows for bucket in schedule.buckets})
 
 

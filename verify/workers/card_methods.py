@@ -16,17 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from k3_backend.aot.arguments import BindError, call_sizes
-from k3_backend.aot.cuda.arch import ARCHS
-from k3_backend.aot.cuda.descriptor import Descriptor
+from k3_backend.aot.cuda.choices import Choices, Declined
 from k3_backend.aot.manifest import file_digest
-from k3_backend.aot.schedule import Declarations, Schedule, load_declarations
 from k3_backend.geometry import Geometry, geometry
 from k3_backend.ops import OPS
 from k3_backend.ops.interface import OpSpec
 from verify.workers.main import Method, Session
 from verify.workers.shared import View
 
-__all__ = ["METHODS", "MODES", "Card", "Plan", "install", "read_choices"]
+__all__ = ["METHODS", "MODES", "Card", "Plan", "install"]
 
 MODES = ("eager", "graph", "late", "contended")
 """How a run launches: by itself; from a captured graph; from a graph in which everything but the weights is written by
@@ -74,8 +72,7 @@ class _Area:
     card: Card
     spec: OpSpec
     geometry: Geometry
-    declared: Declarations
-    schedule: Schedule
+    choices: Choices
     plans: dict[int, Plan] = field(default_factory=dict)
 
 
@@ -100,8 +97,8 @@ def load(
     folder, spec, g = session.artifacts[op], OPS[op], geometry(geometry_name)
     if session.schedules is None:
         raise ValueError("this arm has no schedules")
-    descriptor, declared, schedule = read_choices(folder, session.schedules, spec, g, arch)
-    digests = {name: file_digest(folder / name) for name in descriptor.images()}
+    choices = Choices.read(folder, session.schedules, spec, g, arch)
+    digests = {name: file_digest(folder / name) for name in choices.descriptor.images()}
     card = session.areas.get("card.device")
     if card is None:
         from verify.workers.cuda_card import CudaCard
@@ -109,23 +106,8 @@ def load(
 
         card = session.areas["card.device"] = SeparateCard() if separate else CudaCard()
     facts = card.load(folder, spec, g, nbytes)
-    session.areas["card"] = _Area(card, spec, g, declared, schedule)
+    session.areas["card"] = _Area(card, spec, g, choices)
     return {"images": digests, "device": facts}
-
-
-def read_choices(
-    folder: Path, schedules: Path, spec: OpSpec, g: Geometry, arch: str
-) -> tuple[Descriptor, Declarations, Schedule]:
-    """What decides a call's tunables: the artifact's descriptor and declarations, and the arm's schedule.
-
-    Raises:
-        ArtifactError, ScheduleError: one of them cannot be read, or they do not fit.
-    """
-    descriptor, declared = Descriptor.read(folder, spec), load_declarations(folder / "cute.toml")
-    built = {name: sorted({v.choices[name] for v in descriptor.variants}) for name in descriptor.specialised}
-    path = schedules / ARCHS[arch].schedules / g.name / f"{spec.name}.toml"
-    schedule = Schedule.load(path, op=spec.name, geometry=g.name, tunables=declared.tunables, specialised=built)
-    return descriptor, declared, schedule
 
 
 def begin(
@@ -134,13 +116,9 @@ def begin(
     """Choose tunables for a call and say which workspaces it needs; or `refused`, why nobody would launch it."""
     area = _area(session)
     views = {name: View.from_json(view) for name, view in layout.items()}
-    sizes = _sizes(area, views) | {name: value for name, value in attrs.items() if isinstance(value, int)}
-    for attr, values in area.declared.supports.items():
-        if attrs.get(attr) not in values:
-            return {"refused": f"attribute {attr} = {attrs.get(attr)}; the kernel supports {list(values)}"}
-    chosen = area.schedule.lookup(rows, sizes)
-    if chosen is None:
-        return {"refused": f"no schedule bucket for {rows} rows"}
+    chosen = area.choices.tunables(rows, _sizes(area, views), attrs)
+    if isinstance(chosen, Declined):
+        return {"refused": chosen.message}
     plan = Plan(area.spec, area.geometry, dict(attrs), chosen)
     try:
         scratch = area.card.scratch(plan, views)

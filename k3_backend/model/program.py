@@ -35,6 +35,7 @@ __all__ = [
     "bind",
     "decode_program",
     "execute",
+    "execute_sites",
     "half_layer_buffers",
     "half_layer_program",
     "step_buffers",
@@ -326,13 +327,23 @@ def execute(
         buffers: `prefix` (embeddings), `blocks`, batch fields and state pools; results are entered under their
             binding, new values of state tensors included if the implementation returns them.
     """
+    execute_sites(program, op, constants, buffers)
+    return buffers["hidden"]
+
+
+def execute_sites(
+    program: tuple[Site, ...],
+    op: Callable[[Site], OpFunction],
+    constants: Callable[[int | None, str], Mapping[str, Tensor]],
+    buffers: dict[str, Tensor],
+) -> None:
+    """`execute` for any part of a step: what it computes is left in `buffers`."""
     for site in program:
         arguments: dict[str, Tensor | None] = dict(constants(site.layer, site.name))
         for name, bound, rank in site.reads:
             arguments[name] = _with_rank(buffers[bound], rank)
         for name, value in op(site)(arguments, site.attrs).items():
             buffers[site.bindings[name]] = value
-    return buffers["hidden"]
 
 
 def _with_rank(tensor: Tensor, rank: int) -> Tensor:

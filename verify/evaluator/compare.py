@@ -16,7 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Discrete", "Errors", "compare_choice", "compare_values", "reference_choice", "spread", "weights_of_choice"]
+__all__ = [
+    "Discrete", "Errors", "compare_choice", "compare_values", "distance", "reference_choice", "spread",
+    "weights_of_choice",
+]  # fmt: skip
 
 _TINY = 2.0**-120
 """Smallest normaliser: below it every value counts as zero in all formats in use."""
@@ -238,3 +241,19 @@ def weights_of_choice(ids: Tensor, scores: Tensor, scale: float) -> Tensor:
     """
     chosen = torch.gather(scores, 1, ids.to(torch.int64))
     return scale * chosen / (chosen.sum(1, keepdim=True) + 1e-20)
+
+
+def distance(value: Tensor, reference: Tensor) -> dict[str, Any]:
+    """How far a step's result is from another, [rows, width] each: see `verify.protocol.step_distance.MEASURES`."""
+    got, want = value.double(), reference.double()
+    finite = got.isfinite() & want.isfinite()
+    difference = torch.where(finite, got - want, 0.0)
+    norms = want.norm(dim=1).clamp(min=1e-30)
+    rows = difference.norm(dim=1) / norms
+    return {
+        "nonfinite": int((~finite).sum()),
+        "median_row_l2": float(rows.median()),
+        "row_l2": float(rows.max()),
+        "mean": float(difference.abs().sum() / want.abs().sum().clamp(min=1e-30)),
+        "worst_row": int(rows.argmax()),
+    }

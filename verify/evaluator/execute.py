@@ -28,7 +28,7 @@ from verify.evaluator.device import Device, HostDevice, Layout, Refused
 from verify.evaluator.inputs import Call, Case, make, nudge
 from verify.protocol.kernels import tolerance
 
-__all__ = ["Expected", "expect", "measure", "run_case", "run_on"]
+__all__ = ["Expected", "as_tensor", "bits", "expect", "measure", "run_case", "run_on"]
 
 NUDGED_ROWS = 32
 """Cases up to this many rows also run with a single changed element (each run needs the reference once more)."""
@@ -193,9 +193,9 @@ class _Run:
             if spec.role == "state":
                 written = _numpy(call.masks.written[spec.name])
                 assert written is not None
-                self.arena.put_state(spec.name, _bits(tensor), free=free, fixed=~written, kind=kind)
+                self.arena.put_state(spec.name, bits(tensor), free=free, fixed=~written, kind=kind)
             else:
-                self.arena.put_input(spec.name, _bits(tensor), free=free, kind=kind)
+                self.arena.put_input(spec.name, bits(tensor), free=free, kind=kind)
 
     def replay(self, run: str, handle: int, *, scratch: int | None) -> dict[str, Tensor]:
         """Run the bound call; record what it touched; return what it wrote."""
@@ -356,11 +356,11 @@ def _digest(call: Call) -> str:
     for spec in call.spec.tensors:
         tensor = call.tensors.get(spec.name)
         if tensor is not None:
-            digest.update(_bits(tensor).tobytes())
+            digest.update(bits(tensor).tobytes())
     return digest.hexdigest()
 
 
-def _bits(tensor: Tensor) -> npt.NDArray[Any]:
+def bits(tensor: Tensor) -> npt.NDArray[Any]:
     """A tensor as numpy; bf16 as uint16."""
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)

@@ -6,26 +6,27 @@ that one run wrote are what the next one reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from k3_backend.geometry import Geometry, geometry
+from k3_backend.geometry import Geometry, LayerKind, geometry
 from k3_backend.model.batch import cache_rows
-from k3_backend.model.program import Site, execute, step_buffers
+from k3_backend.model.program import OpFunction, Site, execute_sites, half_layer_buffers
 from k3_backend.ops import OPS
 from k3_backend.ops.registry import reference, standard
 from verify.evaluator.inputs import Case, make
+from verify.evaluator.inputs.dense import attn_res_masks
 from verify.evaluator.inputs.masks import Masks
 from verify.workers.half_layer import constant_name, half_layer
 
 __all__ = ["HalfLayer", "constant_views", "draw", "draw_constants", "rows_of", "run_reference", "run_standard"]
 
 PAGE = 64
-OUTPUT = {"kda": "kda_out", "mla": "mla_out"}
-"""Binding of the half-layer's result."""
+_STANDARD_ON_HOST = frozenset({"mla_decode"})
+"""Ops whose eager standard path calls a kernel that torch has for the CPU only."""
 Constants = Mapping[str, Mapping[str, Tensor]]
 """Site key -> weights by argument name."""
 
@@ -46,7 +47,7 @@ class HalfLayer:
     """Bindings whose final contents are compared: the result and the states."""
 
 
-def draw_constants(g: Geometry, half: str, seed: int) -> dict[str, dict[str, Tensor]]:
+def draw_constants(g: Geometry, half: LayerKind, seed: int) -> dict[str, dict[str, Tensor]]:
     """Weights of a half-layer's sites, from the kernels gate's own distributions.
 
     Args:
@@ -69,7 +70,7 @@ def draw_constants(g: Geometry, half: str, seed: int) -> dict[str, dict[str, Ten
 
 
 def draw(
-    geometry_name: str, half: str, *, batch: int, tokens: int, context: int, seed: int, constants: Constants
+    geometry_name: str, half: LayerKind, *, batch: int, tokens: int, context: int, seed: int, constants: Constants
 ) -> HalfLayer:
     """Draw one half-layer's inputs.
 
@@ -85,19 +86,18 @@ def draw(
     g, rows = geometry(geometry_name), batch * tokens
     program = half_layer(g, half, tokens)
     generator = torch.Generator().manual_seed(seed)
-    buffers = {b.name: b for b in step_buffers(g, rows)}
+    buffers = {b.name: b for b in half_layer_buffers(g, half, 1, rows)}
+    mix, core = program[0], next(site for site in program if site.op in ("kda_decode", "mla_decode"))
     tensors: dict[str, Tensor] = {
-        name: torch.randn(buffers[name].shape, generator=generator).to(torch.bfloat16)
+        mix.bindings[name]: torch.randn(buffers[mix.bindings[name]].shape, generator=generator).to(torch.bfloat16)
         for name in ("prefix", "delta", "blocks")
     }
-    sources = int(next(site for site in program if site.op == "attn_res").attrs["sources"])
-    unread = torch.ones(rows, g.attn_res_blocks, dtype=torch.bool)
-    unread[:, :sources] = False
+    arguments = {name: tensors[mix.bindings[name]] for name in ("prefix", "delta", "blocks")}
+    front = attn_res_masks(dict(arguments), dict(mix.attrs))
     masks = Masks(
-        written={"prefix": torch.ones(rows, dtype=torch.bool), "blocks": torch.zeros_like(unread)},
-        free={"blocks": unread},
+        {mix.bindings[name]: mask for name, mask in front.written.items()},
+        {mix.bindings[name]: mask for name, mask in front.free.items()},
     )
-    core = next(site for site in program if site.op in ("kda_decode", "mla_decode"))
     if half == "kda":
         more, owned = _kda(g, core, batch, tokens, seed)
     else:
@@ -110,9 +110,7 @@ def draw(
         if spec.role == "output"
     }
     states = (name for name, written in masks.written.items() if bool(written.any()))
-    return HalfLayer(
-        program, constants, {**tensors, **more}, masks, produced, (OUTPUT[half], *states),
-    )  # fmt: skip
+    return HalfLayer(program, constants, {**tensors, **more}, masks, produced, (program[-1].bindings["out"], *states))
 
 
 def _kda(g: Geometry, core: Site, batch: int, tokens: int, seed: int) -> tuple[dict[str, Tensor], Masks]:
@@ -156,34 +154,45 @@ def _mla(
 def run_standard(half: HalfLayer, replays: int, device: torch.device) -> dict[str, Tensor]:
     """Judged bindings after so many runs of the standard path, on `device`."""
     buffers = {name: tensor.to(device, copy=True) for name, tensor in half.tensors.items()}
-    constants = _moved(half.constants, device)
-    with device:
-        for _ in range(replays):
-            execute(
-                half.program, lambda site: standard(site.op, device.type), lambda _, name: constants[name], buffers
-            )
-    return {name: buffers[name] for name in half.judged}
+    return _run(half, replays, device, buffers, lambda site: _standard(site.op, device))
 
 
 def run_reference(half: HalfLayer, replays: int, device: torch.device) -> dict[str, Tensor]:
     """The same by the ops' references, everything between them kept in f64."""
     buffers = {
-        name: tensor.to(device).double() if tensor.is_floating_point() else tensor.to(device, copy=True)
+        name: tensor.to(device).double() if tensor.is_floating_point() else tensor.to(device)
         for name, tensor in half.tensors.items()
     }
-    constants = _moved(half.constants, device)
-    with device:
+    return _run(half, replays, device, buffers, lambda site: reference(site.op))
+
+
+def _run(
+    half: HalfLayer,
+    replays: int,
+    device: torch.device,
+    buffers: dict[str, Tensor],
+    op: Callable[[Site], OpFunction],
+) -> dict[str, Tensor]:
+    # One layer has each site name once.
+    weights = {site.name: {n: t.to(device) for n, t in half.constants[site.key].items()} for site in half.program}
+    with device:  # ops do not name the device of their inputs wherever they make a tensor
         for _ in range(replays):
-            execute(half.program, lambda site: reference(site.op), lambda _, name: constants[name], buffers)
+            execute_sites(half.program, op, lambda _, name: weights[name], buffers)
     return {name: buffers[name] for name in half.judged}
 
 
-def _moved(constants: Constants, device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """Weights by site name: one layer has each name once."""
-    return {
-        key.partition(".")[2]: {name: tensor.to(device) for name, tensor in own.items()}
-        for key, own in constants.items()
-    }
+def _standard(op: str, device: torch.device) -> OpFunction:
+    """The op's eager standard path with arguments and results on `device`."""
+    path = standard(op)
+    if device.type == "cpu" or op not in _STANDARD_ON_HOST:
+        return path
+
+    def on_host(tensors: Mapping[str, Tensor | None], attrs: Mapping[str, int | float]) -> Mapping[str, Tensor]:
+        here = {name: None if tensor is None else tensor.cpu() for name, tensor in tensors.items()}
+        with torch.device("cpu"):
+            return {name: value.to(device) for name, value in path(here, attrs).items()}
+
+    return on_host
 
 
 def rows_of(half: HalfLayer, name: str, tensor: Tensor) -> Tensor:
@@ -199,7 +208,5 @@ def rows_of(half: HalfLayer, name: str, tensor: Tensor) -> Tensor:
 def constant_views(half: HalfLayer) -> dict[str, Tensor]:
     """All weights under the names that the worker knows them by."""
     return {
-        constant_name(site, name): tensor
-        for site in half.program
-        for name, tensor in half.constants[site.key].items()
+        constant_name(site, name): tensor for site in half.program for name, tensor in half.constants[site.key].items()
     }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verify.evaluator.buffers import Arena
+from verify.evaluator.compare import distance
 from verify.evaluator.steps import Chain, batch_json, ownership
 from verify.evaluator.worker import Worker
 
@@ -17,22 +18,6 @@ __all__ = ["STEP_TIMEOUT_S", "distance", "walk"]
 
 STEP_TIMEOUT_S = 60.0
 """Deadline of one step; honest steps of small models take milliseconds, their capture up to seconds."""
-
-
-def distance(value: Tensor, reference: Tensor) -> dict[str, Any]:
-    """How far a step's result is from another, hidden [N, D] each: see `verify.protocol.path.MEASURES`."""
-    got, want = value.double(), reference.double()
-    finite = got.isfinite() & want.isfinite()
-    difference = torch.where(finite, got - want, 0.0)
-    norms = want.norm(dim=1).clamp(min=1e-30)
-    rows = difference.norm(dim=1) / norms
-    return {
-        "nonfinite": int((~finite).sum()),
-        "median_row_l2": float(rows.median()),
-        "row_l2": float(rows.max()),
-        "mean": float(difference.abs().sum() / want.abs().sum().clamp(min=1e-30)),
-        "worst_row": int(rows.argmax()),
-    }
 
 
 def walk(

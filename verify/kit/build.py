@@ -26,11 +26,12 @@ from verify.kit.artifacts import named
 from verify.kit.manifest import CODE, MANIFEST, KitManifest, Unit, artifact_folder, schedules_folder
 from verify.kit.sources import closure
 from verify.protocol.kernels_cuda import PROTOCOL_ID as KERNELS_PROTOCOL
+from verify.protocol.path_cuda_record import PROTOCOL_ID as PATH_PROTOCOL
 
 __all__ = ["KIT_GATES", "MAX_BYTES", "Arm", "describe", "kit_files", "make_kit"]
 
 MAX_BYTES = 40_000_000
-KIT_GATES: Mapping[str, str] = {"kernels": KERNELS_PROTOCOL}
+KIT_GATES: Mapping[str, str] = {"kernels": KERNELS_PROTOCOL, "path": PATH_PROTOCOL}
 """Gates that a kit can evaluate, with their protocols."""
 ARCHIVE_SUFFIX = ".tar.gz"
 ENTRY = "kit.py"
@@ -70,8 +71,9 @@ def describe(
     return KitManifest(
         target=target.name, tier=tier.name, arch=arch.name, compute_capability=arch.compute_capability,
         base=base, head=head, trees=dict(trees), gates=gates, protocols={gate: KIT_GATES[gate] for gate in gates},
-        batches=target.batches_of(tier), tokens=tuple(1 + drafts for drafts in target.drafts), draws=tier.kernel_cases,
-        command=command, arms={name: named(arm.artifacts) for name, arm in arms.items()},
+        batches=target.batches_of(tier), tokens=tuple(1 + drafts for drafts in target.drafts),
+        contexts=target.contexts_of(tier), draws=tier.kernel_cases, command=command,
+        arms={name: named(arm.artifacts) for name, arm in arms.items()},
         mutants={name: named(arm.artifacts) for name, arm in mutants.items()},
     )  # fmt: skip
 

@@ -20,14 +20,13 @@ from verify.evaluator.client import Client
 from verify.evaluator.memory import SharedBuffer
 from verify.workers.protocol import Channel
 
-__all__ = ["BOOTSTRAP", "started"]
+__all__ = ["BOOTSTRAP", "started", "started_arm"]
 
 BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from verify.workers.main import main; main()"
 START_TIMEOUT_S = 180.0
 """A first import of torch from a cold disk takes its time."""
 
 
-@contextlib.contextmanager
 def started(
     op: str,
     artifact: Path,
@@ -39,12 +38,32 @@ def started(
     bootstrap: str = BOOTSTRAP,
     wrapper: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+) -> contextlib.AbstractContextManager[Client]:
+    """`started_arm` with the artifact of one op."""
+    return started_arm(
+        op, {op: artifact}, schedules, code=code, logs=logs, buffer_bytes=buffer_bytes, bootstrap=bootstrap,
+        wrapper=wrapper, environment=environment,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def started_arm(
+    name: str,
+    artifacts: Mapping[str, Path],
+    schedules: Path,
+    *,
+    code: Path,
+    logs: Path,
+    buffer_bytes: int,
+    bootstrap: str = BOOTSTRAP,
+    wrapper: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Client]:
-    """Start a worker for one op and stop it at the end, however the block is left.
+    """Start a worker and stop it at the end, however the block is left.
 
     Args:
-        op: op name.
-        artifact: folder of its artifact.
+        name: of its log file.
+        artifacts: op to the folder of its artifact.
         schedules: the arm's schedules.
         code: folder of the trusted Python.
         logs: where the log file goes.
@@ -57,7 +76,7 @@ def started(
         WorkerFailure: it did not come up.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"worker-{op}-{secrets.token_hex(4)}.log"
+    log = logs / f"worker-{name}-{secrets.token_hex(4)}.log"
     buffer = SharedBuffer(buffer_bytes)
     ours, theirs = socket.socketpair()
     nonce = secrets.token_hex(16)
@@ -76,7 +95,12 @@ def started(
     finally:
         theirs.close()
     worker = Client(process, Channel(ours, nonce), buffer, log, _kill)
-    hello = {"kind": "card", "artifacts": {op: str(artifact)}, "schedules": str(schedules), "threads": 1}
+    hello = {
+        "kind": "card",
+        "artifacts": {op: str(folder) for op, folder in artifacts.items()},
+        "schedules": str(schedules),
+        "threads": 1,
+    }
     try:
         worker.greet(ours, nonce, hello, START_TIMEOUT_S)
         yield worker

@@ -19,6 +19,7 @@ from k3_backend.aot.manifest import Artifact
 from verify.kit.artifacts import build_units, units_of
 from verify.kit.build import Arm, describe, kit_files
 from verify.kit.manifest import KitManifest, Unit
+from verify.kit.path_plan import read_choices, require_expected
 from verify.kit.receive import Received
 from verify.snapshots import JUDGING_PATHS, export_tree
 
@@ -142,7 +143,8 @@ def require_ours(
         patches: the folder of mutants that the kit was built with.
 
     Raises:
-        FasttrackError: unknown commits, or the kit differs; names the first difference.
+        FasttrackError: unknown commits, or the kit differs; names the first difference. Or the path gate's plan expects
+            other kernels than the artifacts have.
     """
     theirs = received.manifest
     for name, commit in (("base", theirs.base), ("head", theirs.head)):
@@ -168,6 +170,9 @@ def require_ours(
             expected=f"the kit that this checkout builds from the same commits, {ours.digest[:12]}",
             next=f"fasttrack kit build --target {theirs.target} --candidate {theirs.head[:12]} --out K, and run that",
         )  # fmt: skip
+    if received.lines.get("path"):
+        folders = {unit: artifact.path for unit, artifact in arm.artifacts.items()}
+        require_expected(received.lines["path"][0], read_choices(folders, arm.schedules))
     tree = export_tree(repo, theirs.head, EDITABLE_ROOTS, cache / "trees")
     missing = set(units_of(settings.target(theirs.target), tree)) - arm.artifacts.keys()
     return Imported(received, tuple(arm.artifacts.values()), tuple(sorted(missing)))
@@ -178,7 +183,19 @@ def _difference(ours: KitManifest, theirs: KitManifest) -> str:
         if ours.files.get(name) != theirs.files.get(name):
             what = "is missing" if name not in theirs.files else "is added" if name not in ours.files else "differs"
             return f"{name} {what}" if file else name
-    for name in ("arms", "mutants", "batches", "tokens", "draws", "gates", "protocols", "trees", "command", "arch"):
+    for name in (
+        "arms",
+        "mutants",
+        "batches",
+        "tokens",
+        "contexts",
+        "draws",
+        "gates",
+        "protocols",
+        "trees",
+        "command",
+        "arch",
+    ):
         if getattr(ours, name) != getattr(theirs, name):
             return f"its {name} differ"
     return "its manifest differs"

@@ -74,6 +74,8 @@ class KitManifest:
     batches: tuple[int, ...]
     tokens: tuple[int, ...]
     """T values in scope, 1 + drafts."""
+    contexts: tuple[int, ...]
+    """Cached tokens per request that the tier asks for."""
     draws: int
     """Secret draws per op and input class."""
     command: str
@@ -100,7 +102,7 @@ class KitManifest:
 
     def _content(self) -> dict[str, Any]:
         content = asdict(self)
-        for name in ("gates", "batches", "tokens", "compute_capability"):
+        for name in ("gates", "batches", "tokens", "contexts", "compute_capability"):
             content[name] = list(content[name])
         return {"version": VERSION, "kind": "fasttrack-kit", **content}
 
@@ -116,7 +118,7 @@ def read_manifest(data: bytes, where: str) -> KitManifest:
         version, kind, digest = raw.pop("version"), raw.pop("kind"), raw.pop("digest")
         if (version, kind) != (VERSION, "fasttrack-kit"):
             raise ValueError(f"{kind} version {version}")
-        for name in ("gates", "batches", "tokens", "compute_capability"):
+        for name in ("gates", "batches", "tokens", "contexts", "compute_capability"):
             raw[name] = tuple(raw[name])
         manifest = KitManifest(**raw)
         _check_names(manifest)

@@ -24,6 +24,8 @@ _LIMITS = {"run.json": 1 << 16, MANIFEST: 8 << 20, "result.json": 1 << 20, "sess
 _RAW_BYTES = 256 << 20
 _IGNORED = frozenset({"lock"})
 _HEADER_KEYS = ("target", "tier", "base", "head")
+_WITH_CONTEXTS = frozenset({"path"})
+"""Gates whose plan depends on the declared contexts."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def _raw(files: Mapping[str, Path], name: str, gate: str, manifest: KitManifest,
     wanted |= {"artifacts": dict(manifest.arms["candidate"]), "batches": list(manifest.batches)}
     wanted |= {"mutants": {name: dict(units) for name, units in manifest.mutants.items()}}
     wanted |= {"tokens": list(manifest.tokens), "draws": manifest.draws}
+    if gate in _WITH_CONTEXTS:
+        wanted["contexts"] = list(manifest.contexts)
     if not lines:
         raise _refused("has no line", name, "a header")
     for key, value in wanted.items():

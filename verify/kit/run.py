@@ -18,18 +18,20 @@ from typing import Any
 
 from harness.errors import FasttrackError
 from k3_backend.errors import BackendError
-from verify.kit import kernels
+from verify.kit import kernels, path
 from verify.kit.context import KitContext
 from verify.kit.machine import Machine
 from verify.kit.manifest import KitManifest, read_kit
 from verify.kit.store import Results
 from verify.protocol import kernels as kernels_protocol
+from verify.protocol import path as path_protocol
 from verify.protocol.decision import Decision
 
 __all__ = ["GATES", "command", "session"]
 
 GATES: Mapping[str, tuple[Callable[[KitContext], None], Callable[[Sequence[Mapping[str, Any]]], Decision]]] = {
     "kernels": (kernels.run, kernels_protocol.decide),
+    "path": (path.run, path_protocol.decide),
 }
 """Gate -> what measures it here, and what decides it from its lines."""
 

@@ -20,14 +20,13 @@ from typing import Any
 
 from verify.protocol import kernels, path_cuda_record
 from verify.protocol.decision import Decision, Finding, Line
-from verify.protocol.path_cuda_record import HALF_LAYERS, PROTOCOL_ID, lacks
+from verify.protocol.path_cuda_record import HALF_LAYERS, PROTOCOL_ID
 from verify.protocol.step_distance import MEASURES, grouped, step_exceeds, step_tolerance
 
 __all__ = ["DECLARABLE", "HALF_LAYERS", "PROTOCOL_ID", "cell_findings", "decide", "label"]
 
 DECLARABLE = "op.no_schedule"
 """The only reason for which a plan may declare a fallback: the schedule has no bucket for the call."""
-OFF = "mode.off"
 LARGEST_MEAN = 0.25
 """A comparison whose tolerance of `mean` is above this has no power: signs flipped at random come near 1."""
 
@@ -114,9 +113,21 @@ def _sites(entry: Line, cell: Line) -> Iterator[Problem]:
         yield "ledger", "other sites were captured than the program has", "the sites of the program, in order"
         return
     for want, got in zip(planned, captured, strict=True):
+        if want["path"] == "standard" and entry["mode"] == "auto" and want["code"] != DECLARABLE:
+            reason = f"{want['code']}: {want['message']}"
+            yield (
+                "fallback",
+                f"{want['key']} has no specialised op: {reason}",
+                "a kernel that takes every declared call",
+            )
+            continue
         if got["path"] == "standard" and want["path"] != "standard":
             reason = f"{got['code']}: {got['message']}"
-            yield "fallback", f"{got['key']} took the standard path: {reason}", "the specialised op, as the schedule says"
+            yield (
+                "fallback",
+                f"{got['key']} took the standard path: {reason}",
+                "the specialised op, as the schedule says",
+            )
         elif got["path"] == "standard" and got["code"] != want["code"]:
             text = f"{got['key']} took the standard path for {got['code']}, declared for {want['code']}"
             yield "fallback", text, "the reason that the plan declares"
@@ -274,7 +285,11 @@ def _metrics(header: Line, cells: Sequence[Line], marks: Sequence[Line]) -> dict
         for name in MEASURES
     ]
     declared = [
-        site for entry in header["plan"] if entry["mode"] == "auto" for site in entry["sites"] if site["code"] is not None
+        site
+        for entry in header["plan"]
+        if entry["mode"] == "auto"
+        for site in entry["sites"]
+        if site["code"] is not None
     ]
     traced: Iterable[Line] = (cell for cell in auto if cell["kernels"] is not None)
     own = {name for table in header["symbols"].values() for names in table.values() for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from verify.protocol import chain
 from verify.protocol.decision import Finding, Line
@@ -11,19 +12,21 @@ __all__ = ["HALF_LAYERS", "PROTOCOL_ID", "coverage", "judged", "lacks", "malform
 
 PROTOCOL_ID = "path-cuda/1"
 
-HALF_LAYERS: Mapping[str, tuple[str, ...]] = {
+Half = Literal["kda", "mla"]
+
+HALF_LAYERS: Mapping[Half, tuple[str, ...]] = {
     "kda": ("attn_res", "input_projection", "kda_decode"),
     "mla": ("attn_res", "input_projection", "mla_query", "mla_decode", "mla_value"),
 }
 """Ops of an attention half-layer in order, by kind of attention."""
-_CORE = {"kda": "kda_decode", "mla": "mla_decode"}
+_CORE: Mapping[Half, str] = {"kda": "kda_decode", "mla": "mla_decode"}
 """The op that makes a geometry one of this half-layer: with an artifact of it, the half-layer is claimed."""
 LEAST_REPLAYS = 2
 """Replays of a cell: the second reads what the first wrote."""
 _KINDS = ("load", "cell", "watermark")
 
 
-def judged(artifacts: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def judged(artifacts: Mapping[str, str]) -> tuple[tuple[str, Half], ...]:
     """(geometry, kind of half-layer) that a set of artifacts claims.
 
     Args:
@@ -55,8 +58,11 @@ def coverage(header: Line) -> Iterator[Finding]:
         plain = {int(entry["batch"]) for entry in auto if int(entry["tokens"]) == 1}
         absent += [f"batch {batch}" for batch in header["batches"] if batch not in plain]
         absent += [f"T = {t}" for t in header["tokens"] if t not in {int(entry["tokens"]) for entry in auto}]
+        if half == "mla":
+            absent += [f"context {c}" for c in header["contexts"] if c not in {int(entry["context"]) for entry in auto}]
         absent += [] if any(entry["mode"] == "off" for entry in own) else ["mode off"]
-        spoiled = {entry["spoil"] for entry in own}
+        absent += [] if any(map(_whole, auto)) else ["a cell without a fallback"]
+        spoiled = {entry["spoil"] for entry in own if _whole(entry)}
         absent += [f"watermark of {op}" for op in HALF_LAYERS[half] if op not in spoiled]
         for entry in own:
             ops = [site["op"] for site in entry["sites"]]
@@ -64,6 +70,11 @@ def coverage(header: Line) -> Iterator[Finding]:
                 absent.append(f"sites of {entry['id']}")
         if absent:
             yield lacks(header, f"{where}: the plan lacks {', '.join(absent[:5])}", where)
+
+
+def _whole(entry: Line) -> bool:
+    """Whether every site of a planned cell is specialised."""
+    return all(site["path"] == "specialized" for site in entry["sites"])
 
 
 def unfinished(header: Line, lines: Sequence[Line]) -> Iterator[Finding]:

@@ -56,6 +56,10 @@ class Card(Protocol):
         """Pack a call over device memory; a handle."""
         ...
 
+    def spoil(self) -> None:
+        """Make the results of every call that is bound from now on deliberately wrong, until the next `load`."""
+        ...
+
     def run(self, handle: int, mode: str, image: npt.NDArray[np.uint8], delay_ns: int) -> None:
         """Run once: contents from `image`, results into it."""
         ...
@@ -136,6 +140,12 @@ def bind(session: Session, *, plan: int, views: Mapping[str, Any], scratch: Mapp
     return {"handle": area.card.bind(area.plans[plan], placed, work)}
 
 
+def spoil(session: Session) -> dict[str, Any]:
+    """Make results deliberately wrong from now on: what is compared must come from this op (*watermark*)."""
+    _area(session).card.spoil()
+    return {}
+
+
 def run(session: Session, *, handle: int, mode: str, used: int, delay_ns: int = 0) -> dict[str, Any]:
     """Run a bound call on the first `used` bytes of the image."""
     if mode not in MODES:
@@ -175,6 +185,7 @@ METHODS: dict[str, Method] = {
     "card.load": load,
     "card.begin": begin,
     "card.bind": bind,
+    "card.spoil": spoil,
     "card.run": run,
     "card.repeat": repeat,
 }

@@ -8,7 +8,8 @@ a candidate runs here: `k3_backend.aot.cuda.launch` loads images and launches th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from k3_backend.ops.interface import OpSpec
 from verify.workers import late_copy
 from verify.workers.card_methods import Plan
 from verify.workers.shared import View
+from verify.workers.spoil import disturb
 
 __all__ = ["CudaCard"]
 
@@ -51,6 +53,7 @@ class CudaCard:
         self.history = torch.empty(HISTORY_BYTES, dtype=torch.uint8, device="cuda")
         self.square = torch.zeros(CONTENDING_SIZE, CONTENDING_SIZE, dtype=torch.bfloat16, device="cuda")
         self.calls: list[_Call] = []
+        self.spoiled = False
         self.producer = _Producer()
         torch.cuda.synchronize()
         return {
@@ -78,9 +81,14 @@ class CudaCard:
         bound = self.op.bind(tensors, plan.attrs, plan.tunables, work)
         roles = {tensor.name: tensor.role for tensor in plan.spec.tensors}
         late = [view for name, view in views.items() if roles[name] != "constant"] + list(scratch.values())
-        self.calls = [_Call(bound, late)]
+        launch = partial(_launch_spoiled, bound, plan.spec, tensors) if self.spoiled else bound.launch
+        self.calls = [_Call(launch, late)]
         torch.cuda.synchronize()
         return 0
+
+    def spoil(self) -> None:
+        """Disturb results right after the kernels of every call bound from now on."""
+        self.spoiled = True
 
     def run(self, handle: int, mode: str, image: npt.NDArray[np.uint8], delay_ns: int) -> None:
         """Run once in a mode of `card_methods.MODES`."""
@@ -93,7 +101,7 @@ class CudaCard:
                 self.arena[:used].copy_(host)
             self.stream.synchronize()
             if mode == "eager":
-                call.bound.launch()
+                call.launch()
             elif mode == "late":
                 self._late_graph(call).replay()
             else:
@@ -146,7 +154,7 @@ class CudaCard:
             call.late_graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(call.late_graph, stream=self.stream):
                 self.producer.launch(self.table, call.late, self.arena, self.staging)
-                call.bound.launch()
+                call.launch()
         return call.late_graph
 
     def _contend(self) -> None:
@@ -164,8 +172,8 @@ class CudaCard:
 class _Call:
     """A bound call with its graphs, captured when first needed: a kernel must have run once before."""
 
-    def __init__(self, bound: BoundCall, late: Sequence[View]) -> None:
-        self.bound = bound
+    def __init__(self, launch: Callable[[], None], late: Sequence[View]) -> None:
+        self.launch = launch
         self.late = late
         self.late_graph: torch.cuda.CUDAGraph | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -175,8 +183,13 @@ class _Call:
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=stream):
-                self.bound.launch()
+                self.launch()
         return self._graph
+
+
+def _launch_spoiled(bound: BoundCall, spec: OpSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+    bound.launch()
+    disturb(spec, tensors)
 
 
 class _Producer:

@@ -49,10 +49,16 @@ class CudaHalfCard:
         }
 
     def bind(
-        self, program: tuple[Site, ...], views: Mapping[str, View], mode: str, spoil: Sequence[str]
+        self,
+        program: tuple[Site, ...],
+        views: Mapping[str, View],
+        image: npt.NDArray[np.uint8],
+        mode: str,
+        spoil: Sequence[str],
     ) -> list[dict[str, Any]]:
         """Capture; an earlier capture is forgotten."""
         self.captured = None
+        self.arena[: image.size].copy_(torch.from_numpy(image))
         self.places = {name: self._tensor(view) for name, view in views.items()}
         arguments = {spec.name for site in program for spec in OPS[site.op].tensors if spec.role == "constant"}
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from k3_backend.geometry import Geometry, geometry
+from k3_backend.geometry import Geometry, LayerKind, geometry
 from k3_backend.model.program import Site
 from verify.workers.half_layer import half_layer
 from verify.workers.main import Method, Session
@@ -39,9 +39,18 @@ class HalfCard(Protocol):
         ...
 
     def bind(
-        self, program: tuple[Site, ...], views: Mapping[str, View], mode: str, spoil: Sequence[str]
+        self,
+        program: tuple[Site, ...],
+        views: Mapping[str, View],
+        image: npt.NDArray[np.uint8],
+        mode: str,
+        spoil: Sequence[str],
     ) -> list[dict[str, Any]]:
-        """Capture a program over device memory; how each site was captured (`SiteChoice.record`)."""
+        """Capture a program over device memory with the image's contents, on which every site runs once before.
+
+        Returns:
+            How each site was captured (`SiteChoice.record`).
+        """
         ...
 
     def run(self, image: npt.NDArray[np.uint8], replays: int, *, profile: bool) -> dict[str, Any]:
@@ -74,7 +83,14 @@ def load(session: Session, *, arch: str, geometry_name: str, nbytes: int) -> dic
 
 
 def bind(
-    session: Session, *, half: str, tokens: int, mode: str, views: Mapping[str, Any], spoil: Sequence[str] = ()
+    session: Session,
+    *,
+    half: LayerKind,
+    tokens: int,
+    mode: str,
+    views: Mapping[str, Any],
+    used: int,
+    spoil: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Capture a half-layer over the image's places: `sites`, how each was captured.
 
@@ -84,13 +100,14 @@ def bind(
         tokens: T, query tokens per request.
         mode: `auto`, or `off` for the standard path.
         views: every buffer, state, batch field and weight (`half_layer.constant_name`) by name.
+        used: bytes of the image.
         spoil: ops whose results are made deliberately wrong right after they ran, in every replay.
     """
     if mode not in ("auto", "off"):
         raise ValueError(f"mode {mode!r}; expected auto or off")
     program = half_layer(session.areas[_SHAPES], half, tokens)
     placed = {name: View.from_json(view) for name, view in views.items()}
-    return {"sites": _card(session).bind(program, placed, mode, spoil)}
+    return {"sites": _card(session).bind(program, placed, session.buffer[:used], mode, spoil)}
 
 
 def run(session: Session, *, used: int, replays: int, profile: bool) -> dict[str, Any]:

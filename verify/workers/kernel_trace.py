@@ -22,7 +22,7 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def traced(run: Callable[[], None]) -> dict[str, int]:
-    """Run something and count what the current device executed meanwhile: kernel symbol, or `gpu_memcpy: ...`, to count.
+    """Run something and count what the device executed: kernel symbol, or `gpu_memcpy: ...` and the like, to count.
 
     Args:
         run: enqueues work; it is waited for here.

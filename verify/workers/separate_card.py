@@ -49,6 +49,10 @@ class SeparateCard(CudaCard):
         torch.cuda.synchronize()
         return 0
 
+    def spoil(self) -> None:
+        """Refused: a checker looks at the kernels' accesses, not at results."""
+        raise ValueError("card.spoil under a memory checker; expected the card with one arena; next: load it plainly")
+
     def run(self, handle: int, mode: str, image: npt.NDArray[np.uint8], delay_ns: int) -> None:  # noqa: ARG002
         """Copy what the call may read, launch, and copy everything back."""
         assert self.bound is not None

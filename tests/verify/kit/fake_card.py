@@ -25,6 +25,7 @@ from verify.workers import card_methods
 from verify.workers.card_methods import Plan
 from verify.workers.main import Session
 from verify.workers.shared import View
+from verify.workers.spoil import disturb
 
 EARLY_BYTE = 0xFF
 REFUSED = b"not an image"
@@ -73,6 +74,7 @@ class FakeCard:
         if any(path.read_bytes() == REFUSED for path in folder.glob("*.cubin")):
             raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
         self.spec, self.geometry = spec, geometry
+        self.spoiled = False
         whole = np.zeros(nbytes + 256, dtype=np.uint8)
         self.arena = whole[-whole.ctypes.data % 256 :][:nbytes]
         self.calls: list[tuple[Plan, dict[str, View], dict[str, View]]] = []
@@ -88,6 +90,9 @@ class FakeCard:
         self.calls = [(plan, dict(views), dict(scratch))]
         self.memory.clear()
         return 0
+
+    def spoil(self) -> None:
+        self.spoiled = os.environ.get("FASTTRACK_TEST_FAULT") != "unspoilt_case"
 
     def run(self, handle: int, mode: str, image: npt.NDArray[np.uint8], delay_ns: int) -> None:
         plan, views, scratch = self.calls[handle]
@@ -151,6 +156,8 @@ class FakeCard:
                 target.view(-1)[: target.numel() // 2] = value.reshape(-1)[: target.numel() // 2]
             else:
                 target.copy_(value)
+        if self.spoiled:
+            disturb(plan.spec, tensors)
         if fault == "overrun":
             self.arena[views[outputs[0]].offset + views[outputs[0]].nbytes] ^= 1
         if fault == "writes_input":

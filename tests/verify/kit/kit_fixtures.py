@@ -20,7 +20,8 @@ from verify.kit.manifest import KitManifest, Unit
 ROOT = Path(__file__).resolve().parents[3]
 ARCH = "sm_90a"
 BOOTSTRAP = (
-    f"import sys; sys.path[:0] = [sys.argv[1], {str(Path(__file__).parent)!r}]; import fake_card; fake_card.install(); "
+    f"import sys; sys.path[:0] = [sys.argv[1], {str(Path(__file__).parent)!r}]; import fake_card, fake_half_card; "
+    "fake_card.install(); fake_half_card.install(); "
     "from verify.workers.main import main; main()"
 )
 
@@ -43,14 +44,16 @@ class FakeMachine(Machine):
         return {"sm_clock_mhz": None, "missing": {"sm_clock_mhz": "no GPU"}}
 
 
-def fake_artifact(folder: Path, op: str, geometry: str, image: bytes = b"machine code") -> Artifact:
+def fake_artifact(
+    folder: Path, op: str, geometry: str, image: bytes = b"machine code", entry: str = "kernel"
+) -> Artifact:
     """An artifact whose image nothing can run: the fake card does not read it."""
     folder.mkdir(parents=True)
     name = f"{hashlib.sha256(image).hexdigest()}.cubin"
     (folder / name).write_bytes(image)
     (folder / name).with_suffix(".ptx").write_text("// text for readers\n")
     launch = LaunchSpec(
-        name="only", image=name, entry="kernel", parameters=(), grid=("1", "1", "1"), block=32, cluster=1, shared=0,
+        name="only", image=name, entry=entry, parameters=(), grid=("1", "1", "1"), block=32, cluster=1, shared=0,
         min_ctas_per_sm=1, pdl=True, expects=(), polling=None, registers=32, static_shared=0,
     )  # fmt: skip
     variant = VariantSpec(choices={}, launches=(launch,), workspaces=(), requires=())
@@ -66,8 +69,9 @@ def fake_artifact(folder: Path, op: str, geometry: str, image: bytes = b"machine
 
 
 def fake_arm(
-    folder: Path, units: Mapping[str, str], max_rows: int = 512, images: Mapping[str, bytes] | None = None
-) -> Arm:
+    folder: Path, units: Mapping[str, str], max_rows: int = 512, images: Mapping[str, bytes] | None = None,
+    ends: Mapping[str, int] | None = None,
+) -> Arm:  # fmt: skip
     """An arm of fake artifacts.
 
     Args:
@@ -75,15 +79,17 @@ def fake_arm(
         units: op to geometry.
         max_rows: where its schedules end.
         images: op to the content of its image.
+        ends: op to where its schedule ends, where that is elsewhere.
     """
     artifacts = {}
     for op, geometry in units.items():
         artifacts[Unit(geometry, op, ARCH)] = fake_artifact(
-            folder / "artifacts" / geometry / op, op, geometry, (images or {}).get(op, b"machine code")
-        )
+            folder / "artifacts" / geometry / op, op, geometry, (images or {}).get(op, b"machine code"),
+            f"kernel_{op}",
+        )  # fmt: skip
         schedule = folder / "schedules" / "h200" / geometry / f"{op}.toml"
         schedule.parent.mkdir(parents=True, exist_ok=True)
-        schedule.write_text(f"version = 1\n\n[[bucket]]\nmax_rows = {max_rows}\n")
+        schedule.write_text(f"version = 1\n\n[[bucket]]\nmax_rows = {(ends or {}).get(op, max_rows)}\n")
     return Arm(artifacts, folder / "schedules")
 
 
@@ -93,11 +99,13 @@ def small(settings: Settings, **changes: Any) -> tuple[Target, Tier]:
     return target, settings.tier("smoke").model_copy(update={"batches": (1, 2)})
 
 
-def write_fake_kit(out: Path, arm: Arm, settings: Settings, **changes: Any) -> KitManifest:
+def write_fake_kit(
+    out: Path, arm: Arm, settings: Settings, gates: tuple[str, ...] = ("kernels",), **changes: Any
+) -> KitManifest:
     """A kit folder of this checkout's sources."""
     target, tier = small(settings, **changes)
     described = describe(
-        target, tier, base="b" * 40, head="c" * 40, trees={"base": "d" * 40, "head": "e" * 40}, gates=("kernels",),
+        target, tier, base="b" * 40, head="c" * 40, trees={"base": "d" * 40, "head": "e" * 40}, gates=gates,
         arms={"candidate": arm}, mutants={}, command="fasttrack verify --candidate c",
     )  # fmt: skip
     files = kit_files(ROOT, {"candidate": arm})

@@ -2,6 +2,7 @@
 
 Measures: decode steps of a seeded model through the decode backend in a sandboxed worker, for every claimed batch and
 number of query tokens; ledger, refusals and results of each; the same with the backend off; and, per op, a watermark.
+On a GPU target the steps are attention half-layers, replayed through a kit (`verify.kit.path`).
 Decides with `verify.protocol.path`. Cannot see: numbers of single ops (kernels) and speed (perf).
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -31,6 +32,9 @@ from verify.evaluator.walk import distance, walk
 from verify.evaluator.worker import Worker, WorkerError, WorkerFailure
 from verify.gates.arms import candidate_arm, identity, obstacle, side_by_side
 from verify.gates.common import command_for, gate_guard, to_result
+from verify.gates.kit import from_kit
+from verify.protocol import path_cuda
+from verify.protocol.decision import Line
 from verify.protocol.path import MEASURES, PROTOCOL_ID, decide
 from verify.workers.path_model import path_model
 
@@ -74,6 +78,8 @@ class _Planned:
 @gate_guard("path", PROTOCOL_ID)
 def run(ctx: GateContext) -> GateResult:
     """Run the planned steps, or go on with those of an interrupted attempt, and decide."""
+    if ctx.target.device != "cpu":
+        return from_kit("path", path_cuda.PROTOCOL_ID, ctx, decide, _cuda_detail)
     started = time.monotonic()
     why_not = obstacle("path", ctx)
     if why_not is not None:
@@ -233,3 +239,25 @@ class _Campaign:
         line: dict[str, Any] = {**asdict(case), "id": case.id, "failure": None, "skipped": None}
         run_case(worker, case, self.rng, line)
         return line
+
+
+def _cuda_detail(lines: Sequence[Line]) -> dict[str, Any]:
+    """Per half-layer for the report: cells, kernels seen by the profiler, and declared fallbacks with their reasons."""
+    table: dict[str, Any] = {}
+    entries = {entry["id"]: entry for entry in lines[0]["plan"]}
+    for line in lines:
+        if line["kind"] not in ("cell", "watermark"):
+            continue
+        entry = entries[line["id"]]
+        row = table.setdefault(
+            path_cuda.label(entry), {"cells": 0, "watermarks": 0, "kernels": {}, "declared_fallbacks": {}}
+        )
+        row["watermarks" if entry["spoil"] else "cells"] += 1
+        named = {name for site in entry["sites"] for name in site["kernels"]}
+        for name in named & set(line["kernels"] or {}):
+            row["kernels"][name] = row["kernels"].get(name, 0) + int(line["kernels"][name])
+        if entry["mode"] == "auto":
+            for site in entry["sites"]:
+                if site["path"] == "standard":
+                    row["declared_fallbacks"][f"{site['op']}: {site['message']}"] = line["id"]
+    return {"half_layers": table}

@@ -77,7 +77,7 @@ class FakeHalfCard:
         self,
         program: tuple[Site, ...],
         views: Mapping[str, View],
-        image: npt.NDArray[np.uint8],
+        image: npt.NDArray[np.uint8],  # noqa: ARG002 - a real card runs every site before it captures
         mode: str,
         spoil: Sequence[str],
     ) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ class FakeHalfCard:
         return {"ledger": {"before": before, "after": self.counts}, "kernels": kernels if profile else None}
 
     def _replay(self, kernels: dict[str, int], number: int) -> None:
-        for site, captured in zip(self.program, self.sites, strict=True):
+        for site in self.program:
             tensors = self._arguments(site)
             if self.fault == "runs_once" and number:
                 continue
@@ -137,9 +137,8 @@ class FakeHalfCard:
             for name, value in results.items():
                 target = tensors[name]
                 assert target is not None
-                if self.fault == "wrong" and site.op == "input_projection":
-                    value = value * 1.1
-                target.copy_(value.view(target.shape))
+                scale = 1.1 if self.fault == "wrong" and site.op == "input_projection" else 1.0
+                target.copy_((value * scale).view(target.shape))
             if site.op in self.spoil:
                 disturb(OPS[site.op], tensors)
         for captured in self.sites:

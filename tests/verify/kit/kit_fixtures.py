@@ -16,6 +16,7 @@ from k3_backend.aot.manifest import Artifact, file_digest
 from verify.kit.build import Arm, describe, kit_files, make_kit
 from verify.kit.machine import Machine
 from verify.kit.manifest import KitManifest, Unit
+from verify.protocol import chain
 
 ROOT = Path(__file__).resolve().parents[3]
 ARCH = "sm_90a"
@@ -95,8 +96,9 @@ def fake_arm(
 
 def small(settings: Settings, **changes: Any) -> tuple[Target, Tier]:
     """Target and tier with few cases."""
+    batches = changes.pop("tier_batches", (1, 2))
     target = settings.target("h200").model_copy(update={"batches": (1, 2), "drafts": (0, 1), **changes})
-    return target, settings.tier("smoke").model_copy(update={"batches": (1, 2)})
+    return target, settings.tier("smoke").model_copy(update={"batches": batches})
 
 
 def write_fake_kit(
@@ -120,3 +122,13 @@ def write_fake_kit(
 def lines_of(results: Path, gate: str = "kernels") -> list[dict[str, Any]]:
     """Raw lines of a folder of results."""
     return [json.loads(line) for line in (results / "raw" / f"{gate}.jsonl").read_text().splitlines()]
+
+
+def sealed(folder: Path, lines: list[dict[str, Any]], gate: str = "kernels") -> list[dict[str, Any]]:
+    """The lines with a chain that holds, as the owner of the machine could make it."""
+    header = json.loads((folder / "run.json").read_text())
+    value, done = chain.start(header["kit"], header["nonce"], gate), []
+    for line in lines:
+        done.append(chain.seal(value, {key: item for key, item in line.items() if key != chain.KEY}))
+        value = done[-1][chain.KEY]
+    return done

@@ -11,7 +11,7 @@ from typing import Any
 
 import fake_card
 import pytest
-from kit_fixtures import ROOT, FakeMachine, fake_arm, lines_of, write_fake_kit
+from kit_fixtures import ROOT, FakeMachine, fake_arm, lines_of, sealed, write_fake_kit
 
 from harness import canonical, settings
 from harness.errors import FasttrackError
@@ -50,16 +50,6 @@ def digest(folder: Path) -> dict[str, str]:
 
 def rewrite(folder: Path, lines: list[dict[str, Any]]) -> None:
     (folder / "raw" / "kernels.jsonl").write_bytes(b"".join(canonical.line(line) + b"\n" for line in lines))
-
-
-def sealed(folder: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines with a chain that holds, as the owner of the machine could make it."""
-    header = json.loads((folder / "run.json").read_text())
-    value, done = chain.start(header["kit"], header["nonce"], "kernels"), []
-    for line in lines:
-        done.append(chain.seal(value, {key: item for key, item in line.items() if key != chain.KEY}))
-        value = done[-1][chain.KEY]
-    return done
 
 
 def test_whole_results_are_read(results: Path) -> None:

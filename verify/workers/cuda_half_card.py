@@ -93,7 +93,7 @@ class CudaHalfCard:
         for name, tensor in captured.tensors.items():
             place = self.places[name]
             if tensor.data_ptr() != place.data_ptr():  # the standard path leaves a result where it made it
-                place.copy_(tensor.view(place.shape))
+                place.copy_(tensor.reshape(place.shape))
         torch.cuda.synchronize()
         host.copy_(self.arena[:used])
         return {"ledger": {"before": before, "after": after}, "kernels": kernels}
@@ -108,7 +108,7 @@ def _ledger_symbol() -> tuple[str | None, str | None]:
 
     The kernel is found by tracing a ledger's own addition, which is all that the trace may hold.
     """
-    ledger = DeviceLedger(["site", "other"])
+    ledger = DeviceLedger([f"site {number}" for number in range(5)])
     step = ledger.vector(())
 
     def once() -> None:

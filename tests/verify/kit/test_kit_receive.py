@@ -17,7 +17,6 @@ from harness import canonical, settings
 from harness.errors import FasttrackError
 from verify.kit import kernels, run
 from verify.kit.receive import read_results
-from verify.protocol import chain
 from verify.protocol.kernels import decide
 from verify.protocol.kernels_cuda import REPLAYS
 

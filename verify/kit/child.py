@@ -39,7 +39,19 @@ def started(
     wrapper: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> contextlib.AbstractContextManager[Client]:
-    """`started_arm` with the artifact of one op."""
+    """Start a worker for one op; see `started_arm`.
+
+    Args:
+        op: op name.
+        artifact: folder of its artifact.
+        schedules: the arm's schedules.
+        code: folder of the trusted Python.
+        logs: where the log file goes.
+        buffer_bytes: size of the image of device memory; pages are taken when touched.
+        bootstrap: first line of the worker; tests give one that has no GPU.
+        wrapper: command that starts the worker's, such as a sanitizer.
+        environment: variables beside this process's own.
+    """
     return started_arm(
         op, {op: artifact}, schedules, code=code, logs=logs, buffer_bytes=buffer_bytes, bootstrap=bootstrap,
         wrapper=wrapper, environment=environment,
@@ -50,7 +62,7 @@ def started(
 def started_arm(
     name: str,
     artifacts: Mapping[str, Path],
-    schedules: Path,
+    schedules: Path | None,
     *,
     code: Path,
     logs: Path,
@@ -62,12 +74,12 @@ def started_arm(
     """Start a worker and stop it at the end, however the block is left.
 
     Args:
-        name: of its log file.
-        artifacts: op to the folder of its artifact.
-        schedules: the arm's schedules.
+        name: in the log's name.
+        artifacts: folders of artifacts, by the names that the worker's methods use; none for a standard arm.
+        schedules: the arm's schedules; None for a standard arm.
         code: folder of the trusted Python.
         logs: where the log file goes.
-        buffer_bytes: size of the image of device memory; pages are taken when touched.
+        buffer_bytes: size of the shared buffer; pages are taken when touched.
         bootstrap: first line of the worker; tests give one that has no GPU.
         wrapper: command that starts the worker's, such as a sanitizer.
         environment: variables beside this process's own.
@@ -96,11 +108,9 @@ def started_arm(
         theirs.close()
     worker = Client(process, Channel(ours, nonce), buffer, log, _kill)
     hello = {
-        "kind": "card",
-        "artifacts": {op: str(folder) for op, folder in artifacts.items()},
-        "schedules": str(schedules),
-        "threads": 1,
-    }
+        "kind": "card", "artifacts": {key: str(path) for key, path in artifacts.items()},
+        "schedules": None if schedules is None else str(schedules), "threads": 1,
+    }  # fmt: skip
     try:
         worker.greet(ours, nonce, hello, START_TIMEOUT_S)
         yield worker

@@ -19,6 +19,7 @@ from torch import Tensor
 from harness.errors import FasttrackError
 from k3_backend.aot.arguments import call_sizes
 from k3_backend.aot.cuda.choices import Choices, Declined
+from k3_backend.aot.cuda.descriptor import LaunchSpec
 from k3_backend.geometry import Geometry, LayerKind, geometry
 from k3_backend.model.program import Site, half_layer_buffers
 from k3_backend.ops import OPS
@@ -60,7 +61,7 @@ class Planned:
     spoil: str
     """Op that is made deliberately wrong; empty for none."""
     sites: list[dict[str, Any]]
-    """Per site: `key`, `op`, `path`, `code` and `message` of a fallback, `kernels` in launch order."""
+    """Per site: `key`, `op`, `path`, `code` and `message` of a fallback, `launches` in order (`expected_sites`)."""
 
     def to_json(self) -> dict[str, Any]:
         """As the header carries it."""
@@ -150,12 +151,16 @@ def expected_sites(
         half: `kda` or `mla`.
         batch: B.
         tokens: T.
+
+    Returns:
+        Per site `key`, `op`, `path`, `code` and `message` of a fallback, and `launches`: symbol (`name`), threads
+        (`block`), `registers` and bytes of `shared` memory of every kernel, which tell one variant from another.
     """
     return [_expected(ops.get(site.op), g, site, batch, tokens) for site in half_layer(g, half, tokens)]
 
 
 def _expected(choices: Choices | None, g: Geometry, site: Site, batch: int, tokens: int) -> dict[str, Any]:
-    entry: dict[str, Any] = {"key": site.key, "op": site.op, "path": "standard", "kernels": []}
+    entry: dict[str, Any] = {"key": site.key, "op": site.op, "path": "standard", "launches": []}
     if choices is None:
         return {**entry, "code": "op.missing", "message": "the arm has no artifacts"}
     sizes = call_sizes(OPS[site.op], g, _shapes(g, site, batch, tokens))
@@ -164,8 +169,17 @@ def _expected(choices: Choices | None, g: Geometry, site: Site, batch: int, toke
     if isinstance(chosen, Declined):
         return {**entry, "code": chosen.code, "message": chosen.message}
     variant = choices.descriptor.variant({**sizes, "M": batch * tokens, **chosen})
-    kernels = [] if variant is None else [launch.entry for launch in variant.launches]
-    return {**entry, "path": "specialized", "code": None, "message": None, "kernels": kernels}
+    launches = [] if variant is None else [_launch(launch) for launch in variant.launches]
+    return {**entry, "path": "specialized", "code": None, "message": None, "launches": launches}
+
+
+def _launch(launch: LaunchSpec) -> dict[str, Any]:
+    return {
+        "name": launch.entry,
+        "block": launch.block,
+        "registers": launch.registers,
+        "shared": launch.shared,
+    }
 
 
 def _shapes(g: Geometry, site: Site, batch: int, tokens: int) -> dict[str, Tensor | None]:

@@ -21,10 +21,10 @@ ENTRY_POINTS = (
 DYNAMIC = ("k3_backend/ops/*/reference.py", "k3_backend/ops/*/standard.py", "k3_backend/ops/*/standard_cuda.py")
 """Files that are imported by a name made at run time (`k3_backend.ops.registry`)."""
 PACKAGES = ("k3_backend", "verify", "harness")
-OUTSIDE = frozenset({"torch", "numpy", "scipy", "cuda", "triton"})
+OUTSIDE = frozenset({"torch", "triton", "numpy", "scipy", "cuda"})
 """What the GPU machine has, besides the standard library."""
 LAZY_OUTSIDE = frozenset({"safetensors", "fla"})
-"""Imported inside functions that the kit never calls, or that do without where it is missing."""
+"""Imported inside functions that the kit never calls, or whose caller has another way where it is missing."""
 
 
 def closure(root: Path, stdlib: frozenset[str]) -> tuple[str, ...]:

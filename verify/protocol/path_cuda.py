@@ -2,8 +2,9 @@
 
 Decides: whether the kernels of the claimed artifacts, and nothing else, ran in the very graph replays whose results
 were judged. Evidence of each cell, all over the same replays: what the device ledger counted, what the profiler saw
-(symbol and count of every kernel), which sites took the standard path and why, distances from the standard path, and
-what else changed. The *watermark*: with one op made deliberately wrong, half-layer and kernels comparison must break.
+(symbol, resources and count of every kernel), which sites took the standard path and why, distances from the standard
+path, and what else changed. The *watermark*: with one op made deliberately wrong, half-layer and kernels comparison
+must both break.
 
 A site may take the standard path only where the arm's own schedule has no entry for the call. The plan, drawn from
 schedules and descriptors before anything ran, names these sites with the schedule's reason: a *declared* fallback. Any
@@ -15,7 +16,8 @@ Cannot see: speed, or what the owner of the GPU machine did to the record.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verify.protocol import kernels, path_cuda_record
@@ -131,9 +133,9 @@ def _sites(entry: Line, cell: Line) -> Iterator[Problem]:
         elif got["path"] == "standard" and got["code"] != want["code"]:
             text = f"{got['key']} took the standard path for {got['code']}, declared for {want['code']}"
             yield "fallback", text, "the reason that the plan declares"
-        elif (got["path"], list(got["kernels"])) != (want["path"], list(want["kernels"])):
+        elif (got["path"], list(got["kernels"])) != (want["path"], names := [row["name"] for row in want["launches"]]):
             text = f"{got['key']} was captured as {got['path']} launches {list(got['kernels'])}"
-            yield "symbols", text, f"{want['path']} launches {list(want['kernels'])}"
+            yield "symbols", text, f"{want['path']} launches {names}"
 
 
 def _ledger(entry: Line, cell: Line) -> Iterator[Problem]:
@@ -156,33 +158,50 @@ def _symbols(header: Line, entry: Line, cell: Line, ledger_symbols: frozenset[st
     """Kernels that the profiler saw too often, too rarely, or that nobody names."""
     if cell["kernels"] is None:
         return  # no profiler: judged as a whole
-    replays, seen = int(cell["replays"]), {str(name): int(count) for name, count in cell["kernels"].items()}
-    expected: dict[str, int] = {}
+    replays = int(cell["replays"])
+    seen = Counter({_kernel(row): int(row["count"]) for row in cell["kernels"]})
+    expected = Counter({_kernel(row): 0 for site in entry["sites"] for row in site["launches"]})
     for site in entry["sites"]:
-        for name in site["kernels"]:
-            expected[name] = expected.get(name, 0) + replays
-    for name, count in expected.items():
-        if seen.get(name, 0) != count:
-            yield "symbols", f"kernel {name} ran {seen.get(name, 0)} times in {replays} replays", f"{count} times"
-    others = {name: count for name, count in seen.items() if name not in expected}
+        expected.update({_kernel(row): replays for row in site["launches"]})
+    for kernel, count in expected.items():
+        if seen[kernel] != count:
+            yield "symbols", f"{_named(kernel)} ran {seen[kernel]} times in {replays} replays", f"{count} times"
+    others = {kernel: count for kernel, count in seen.items() if kernel not in expected}
     own = {name for names in header["symbols"][entry["geometry"]].values() for name in names}
-    for name in sorted(others.keys() & own):
-        yield "symbols", f"kernel {name} ran {others.pop(name)} times and no captured site launches it", "not at all"
+    for kernel in sorted((kernel for kernel in others if kernel[0] in own), key=str):
+        yield (
+            "symbols",
+            f"{_named(kernel)} ran {others.pop(kernel)} times and no captured site launches it",
+            "not at all",
+        )
     standard = sum(site["path"] == "standard" for site in entry["sites"])
-    counted = sum(others.get(name, 0) for name in ledger_symbols)
+    counted = sum(count for kernel, count in others.items() if kernel[0] in ledger_symbols)
     if counted < replays or (counted != replays and not standard):
         yield "symbols", f"the ledger's kernel ran {counted} times in {replays} replays", f"{replays} times"
-    foreign = {name: count for name, count in others.items() if name not in ledger_symbols}
+    foreign = {kernel: count for kernel, count in others.items() if kernel[0] not in ledger_symbols}
     if not standard:
-        for name, count in sorted(foreign.items()):
-            yield "symbols", f"unknown kernel {name} ran {count} times", "only kernels that descriptors name"
+        for kernel, count in sorted(foreign.items(), key=str):
+            yield "symbols", f"unknown {_named(kernel)} ran {count} times", "only kernels that descriptors name"
         return
-    for name, count in sorted(foreign.items()):
+    for kernel, count in sorted(foreign.items(), key=str):
         if count % replays:
-            yield "symbols", f"kernel {name} ran {count} times in {replays} replays", "as often in every replay"
+            yield "symbols", f"{_named(kernel)} ran {count} times in {replays} replays", "as often in every replay"
     if sum(foreign.values()) < replays * standard:
         text = f"{sum(foreign.values())} kernels beside the descriptors' for {standard} standard sites"
         yield "symbols", text, "at least one kernel of each standard site in each replay"
+
+
+Kernel = tuple[str, int | None, int | None, int | None]
+"""Symbol, threads, registers, bytes of shared memory."""
+
+
+def _kernel(row: Line) -> Kernel:
+    return str(row["name"]), row["block"], row["registers"], row["shared"]
+
+
+def _named(kernel: Kernel) -> str:
+    name, block, registers, shared = kernel
+    return f"kernel {name} ({block} threads, {registers} registers, {shared} B shared)"
 
 
 def _distances(cell: Line) -> Iterator[Problem]:
@@ -291,12 +310,12 @@ def _metrics(header: Line, cells: Sequence[Line], marks: Sequence[Line]) -> dict
         for site in entry["sites"]
         if site["code"] is not None
     ]
-    traced: Iterable[Line] = (cell for cell in auto if cell["kernels"] is not None)
+    traced = [row for cell in auto if cell["kernels"] is not None for row in cell["kernels"]]
     own = {name for table in header["symbols"].values() for names in table.values() for name in names}
     return {
         "cells": {"value": float(len(judged)), "unit": "cells"},
         "specialised_launches": {
-            "value": float(sum(n for cell in traced for name, n in cell["kernels"].items() if name in own)),
+            "value": float(sum(int(row["count"]) for row in traced if row["name"] in own)),
             "unit": "launches seen by the profiler",
         },
         "declared_fallbacks": {"value": float(len(declared)), "unit": "sites without a schedule"},

@@ -46,6 +46,15 @@ def install() -> None:
     half_methods.METHODS["half.load"] = load
 
 
+def rows(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Counts by symbol as a trace gives them; what stands behind a slash are the threads, 32 by default."""
+    found = []
+    for name, count in sorted(counts.items()):
+        symbol, _, block = name.partition("/")
+        found.append({"name": symbol, "block": int(block or 32), "registers": 32, "shared": 0, "count": count})
+    return found
+
+
 class FakeHalfCard:
     """Replays by running the program again."""
 
@@ -126,7 +135,9 @@ class FakeHalfCard:
             kernels["gpu_memcpy: Memcpy DtoD (Device -> Device)"] = 1
         if self.fault == "other_op":
             kernels["kernel_unused"] = replays
-        return {"ledger": {"before": before, "after": self.counts}, "kernels": kernels if profile else None}
+        if self.fault == "other_variant":
+            kernels["kernel_attn_res/64"] = kernels.pop("kernel_attn_res", 0)
+        return {"ledger": {"before": before, "after": self.counts}, "kernels": rows(kernels) if profile else None}
 
     def _replay(self, kernels: dict[str, int], number: int) -> None:
         for site in self.program:

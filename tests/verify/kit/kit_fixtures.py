@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import fake_card
+import fake_half_card
 import torch
 
 from harness.settings import Settings, Target, Tier
 from k3_backend.aot.cuda.descriptor import DESCRIPTOR_NAME, Descriptor, LaunchSpec, VariantSpec
 from k3_backend.aot.manifest import Artifact, file_digest
+from verify.evaluator.failures import WorkerError
+from verify.evaluator.memory import SharedBuffer
 from verify.kit.build import Arm, describe, kit_files, make_kit
 from verify.kit.machine import Machine
 from verify.kit.manifest import KitManifest, Unit
 from verify.protocol import chain
+from verify.workers import card_methods, half_methods
+from verify.workers.main import Session
 
 ROOT = Path(__file__).resolve().parents[3]
 ARCH = "sm_90a"
@@ -132,3 +140,33 @@ def sealed(folder: Path, lines: list[dict[str, Any]], gate: str = "kernels") -> 
         done.append(chain.seal(value, {key: item for key, item in line.items() if key != chain.KEY}))
         value = done[-1][chain.KEY]
     return done
+
+
+class LocalWorker:
+    """A worker inside this process, for tests of what is measured and decided rather than of processes."""
+
+    def __init__(self, artifacts: Mapping[str, Path], schedules: Path, buffer_bytes: int, fault: str) -> None:
+        self.buffer = SharedBuffer(buffer_bytes)
+        self.session = Session("card", dict(artifacts), schedules, 1, self.buffer.bytes)
+        half_methods.install(self.session, fake_half_card.FakeHalfCard(fault))
+        card_methods.install(self.session, fake_card.FakeCard())
+
+    def call(self, method: str, *, timeout_s: float, **params: Any) -> dict[str, Any]:  # noqa: ARG002 - as `Client` has it
+        methods = {**half_methods.METHODS, **card_methods.METHODS}
+        try:
+            answer = methods[method](self.session, **json.loads(json.dumps(params)))
+        except Exception as error:
+            raise WorkerError(f"{type(error).__name__}: {error}", method=method) from error
+        found: dict[str, Any] = json.loads(json.dumps(answer))
+        return found
+
+
+@contextlib.contextmanager
+def local_arm(
+    name: str, artifacts: Mapping[str, Path], schedules: Path, *, buffer_bytes: int, **rest: Any
+) -> Iterator[LocalWorker]:
+    """`child.started_arm` without a process; the fault is the environment's."""
+    del name, rest
+    worker = LocalWorker(artifacts, schedules, buffer_bytes, os.environ.get(fake_half_card.FAULT, ""))
+    yield worker
+    worker.buffer.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import fake_half_card
 import pytest
-from kit_fixtures import ROOT, FakeMachine, fake_arm, lines_of, sealed, write_fake_kit
+from kit_fixtures import ROOT, FakeMachine, fake_arm, lines_of, local_arm, sealed, write_fake_kit
 
 from harness import canonical, settings
 from harness.errors import FasttrackError
@@ -64,9 +64,15 @@ def results(kit: Path) -> Path:
     return out
 
 
+ENDS_PROCESS = {"exits", "hangs"}
+"""Faults that end or stop the worker's process."""
+
+
 def with_fault(kit: Path, out: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Lines]:
     """Exit code and lines of a session whose card has a planted fault."""
     monkeypatch.setenv(fake_half_card.FAULT, fault)
+    if fault not in ENDS_PROCESS:
+        monkeypatch.setattr(path, "started_arm", local_arm)
     code = run.session(kit, out, machine=FakeMachine(), jobs=1)
     return code, lines_of(out, "path")
 
@@ -81,7 +87,7 @@ def test_honest_half_layers_pass(results: Path) -> None:
     assert {line["kind"] for line in lines} == {"header", "load", "cell", "watermark"}
     whole = next(line for line in lines if line.get("id", "").startswith("k3-pico/mla/auto/b1/t1"))
     expected = {f"kernel_{op}": path.REPLAYS for op in HALF_LAYERS["mla"]}
-    assert whole["kernels"] == {**expected, fake_half_card.LEDGER: path.REPLAYS}
+    assert whole["kernels"] == fake_half_card.rows({**expected, fake_half_card.LEDGER: path.REPLAYS})
     assert set(whole["results"]) == {"mla_out.0", "prefix.0", "kv_cache.0"}
     text = b"".join(file.read_bytes() for file in sorted(results.rglob("*")) if file.is_file())
     assert str(Path.home()).encode() not in text
@@ -104,6 +110,7 @@ def test_a_gap_of_the_schedule_is_declared_and_nothing_else_is(results: Path) ->
 FAULTS = {
     "missing_symbol": "path.symbols",
     "extra_kernel": "path.symbols",
+    "other_variant": "path.symbols",
     "copies": "path.symbols",
     "silent_ledger": "path.ledger",
     "miscounting_ledger": "path.ledger",
@@ -117,7 +124,6 @@ FAULTS = {
     "other_image": "path.wrong_object",
     "no_images": "path.error",
     "raises": "path.error",
-    "exits": "path.crash",
 }
 """Fault of the card -> a code that it must lead to."""
 
@@ -150,15 +156,21 @@ def test_without_a_profiler_nothing_passes(kit: Path, tmp_path: Path, monkeypatc
     assert "CUPTI_ERROR_INSUFFICIENT_PRIVILEGES" in decision.findings[0].message
 
 
-def test_a_decided_geometry_costs_little(kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_ends_is_a_crash_and_costs_little(
+    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A broken kernel that is run again and again, a worker at a time."""
-    _, lines = with_fault(kit, tmp_path / "R", "exits", monkeypatch)
+    code, lines = with_fault(kit, tmp_path / "R", "exits", monkeypatch)
+    decision = decide(lines)
+    assert (code, decision.outcome) == (run.FALLS_SHORT, "failed")
+    assert {finding.code for finding in decision.findings} == {"path.crash"}
     assert sum(line["kind"] == "load" for line in lines) == path.MAX_BAD_CELLS
     assert sum(line.get("skipped") is not None for line in lines) == len(lines[0]["planned"]) - path.MAX_BAD_CELLS
 
 
-def test_a_half_layer_that_lacks_an_op_is_not_evaluated(tmp_path: Path) -> None:
+def test_a_half_layer_that_lacks_an_op_is_not_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kit of some ops whose path passes on the others."""
+    monkeypatch.setattr(path, "started_arm", local_arm)
     some = {op: "k3-pico" for op in OPS if op != "mla_value"}
     kit = make_kit(tmp_path, some)
     assert run.session(kit, tmp_path / "R", machine=FakeMachine(), jobs=1) == run.INCOMPLETE
@@ -169,6 +181,7 @@ def test_a_half_layer_that_lacks_an_op_is_not_evaluated(tmp_path: Path) -> None:
 
 def test_the_evaluators_own_mistake_is_no_pass(kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception while results are compared that ends the session, or lets the cell count as fine."""
+    monkeypatch.setattr(path, "started_arm", local_arm)
     real = path.walk_half
 
     def broken(worker: Any, planned: Any, *rest: Any, **options: Any) -> dict[str, Any]:
@@ -277,20 +290,21 @@ def _all_declared(lines: Lines) -> None:
     off = next(line for line in lines if "/off/" in line.get("id", ""))
     for entry in lines[0]["plan"]:
         for site in entry["sites"]:
-            site |= {"path": "standard", "kernels": []}
+            site |= {"path": "standard", "launches": []}
             site["code"] = "op.missing" if entry["mode"] == "off" else "op.no_schedule"
     for line in lines:
         if line["kind"] in ("cell", "watermark"):
             entry = next(entry for entry in lines[0]["plan"] if entry["id"] == line["id"])
-            line["sites"] = [{**site, "tunables": {}} for site in entry["sites"]]
+            line["sites"] = [{**site, "tunables": {}, "kernels": []} for site in entry["sites"]]
             keys = [site["key"] for site in entry["sites"]]
             line["ledger"] = {"before": {k: [0, 0] for k in keys}, "after": {k: [0, line["replays"]] for k in keys}}
-            line["kernels"] = {fake_half_card.LEDGER: 3, fake_half_card.VENDOR: 3 * len(keys)}
+            line["kernels"] = fake_half_card.rows({fake_half_card.LEDGER: 3, fake_half_card.VENDOR: 3 * len(keys)})
     assert off["kernels"]
 
 
 def _no_ledger_kernel(lines: Lines) -> None:
-    del _cell(lines)["kernels"][fake_half_card.LEDGER]
+    cell = _cell(lines)
+    cell["kernels"] = [row for row in cell["kernels"] if row["name"] != fake_half_card.LEDGER]
 
 
 def _undeclared(lines: Lines) -> None:
@@ -301,16 +315,16 @@ def _undeclared(lines: Lines) -> None:
 
 def _own_kernel_in_off(lines: Lines) -> None:
     """The specialised op ran where the standard arm was asked for."""
-    _cell(lines, "/off/")["kernels"]["kernel_attn_res"] = 3
+    _cell(lines, "/off/")["kernels"] += fake_half_card.rows({"kernel_attn_res": 3})
 
 
 def _idle_standard(lines: Lines) -> None:
     """Nothing ran for the standard path's sites."""
-    _cell(lines, "/off/")["kernels"] = {fake_half_card.LEDGER: 3}
+    _cell(lines, "/off/")["kernels"] = fake_half_card.rows({fake_half_card.LEDGER: 3})
 
 
 def _odd_vendor(lines: Lines) -> None:
-    _cell(lines, "/off/")["kernels"]["void other()"] = 4
+    _cell(lines, "/off/")["kernels"] += fake_half_card.rows({"void other()": 4})
 
 
 def _other_sites(lines: Lines) -> None:
@@ -373,7 +387,7 @@ def test_a_broken_chain_is_no_record(results: Path) -> None:
 
 def _edited(folder: Path) -> None:
     lines = lines_of(folder, "path")
-    _cell(lines)["kernels"]["kernel_attn_res"] = 6
+    _cell(lines)["kernels"][0]["count"] = 6
     _rewrite(folder, lines)
 
 
@@ -413,7 +427,7 @@ def test_expected_kernels_are_derived_again(kit: Path, results: Path) -> None:
     folders = {Unit("k3-pico", op, "sm_90a"): kit / "arms/candidate/artifacts/k3-pico" / op for op in OPS}
     arm = read_choices(folders, kit / "arms/candidate/schedules")
     require_expected(header, arm)
-    for change in ({"kernels": ["kernel_of_mine"]}, {"path": "standard", "code": "op.no_schedule", "kernels": []}):
+    for change in ({"launches": []}, {"path": "standard", "code": "op.no_schedule", "launches": []}):
         forged = json.loads(json.dumps(header))
         forged["plan"][0]["sites"][0] |= change
         with pytest.raises(FasttrackError, match="expects other kernels in cell"):

@@ -253,9 +253,10 @@ def _cuda_detail(lines: Sequence[Line]) -> dict[str, Any]:
             path_cuda.label(entry), {"cells": 0, "watermarks": 0, "kernels": {}, "declared_fallbacks": {}}
         )
         row["watermarks" if entry["spoil"] else "cells"] += 1
-        named = {name for site in entry["sites"] for name in site["kernels"]}
-        for name in named & set(line["kernels"] or {}):
-            row["kernels"][name] = row["kernels"].get(name, 0) + int(line["kernels"][name])
+        named = {launch["name"] for site in entry["sites"] for launch in site["launches"]}
+        for kernel in line["kernels"] or ():
+            if kernel["name"] in named:
+                row["kernels"][kernel["name"]] = row["kernels"].get(kernel["name"], 0) + int(kernel["count"])
         if entry["mode"] == "auto":
             for site in entry["sites"]:
                 if site["path"] == "standard":

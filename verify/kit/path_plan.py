@@ -111,9 +111,9 @@ def _cells(ops: Mapping[str, Choices], g: Geometry, half: LayerKind, manifest: K
     chooser = random.SystemRandom()
     shapes = {(batch, 1) for batch in manifest.batches}
     shapes |= {(chooser.randint(1, max(manifest.batches)), 1) for _ in range(2)}
+    full = manifest.draws >= FULL_DRAWS
     for tokens in manifest.tokens:
-        most = max(1, MOST_ROWS // tokens)
-        full = manifest.draws >= FULL_DRAWS
+        most = max(1, min(max(manifest.batches), MOST_ROWS // tokens))
         shapes |= {(batch, tokens) for batch in (manifest.batches if full else [chooser.randint(1, most)])}
     cells = {}
     for batch, tokens in sorted(shapes):

@@ -44,7 +44,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_kit(folder: Path, ops: dict[str, str] | None = None, **changes: Any) -> Path:
     """A kit of all six ops, whose scope reaches beyond the input projection's schedule."""
     arm = fake_arm(folder / "arm", ops or PICO, ends={"input_projection": LAST_PROJECTION})
-    scope = {"batches": (1, 2, 16), "contexts": (40, 90), "tier_batches": (1, 2, 16), **changes}
+    scope = {"batches": (1, 13), "contexts": (40,), "tier_batches": (1, 13), **changes}
     write_fake_kit(folder / "K", arm, SETTINGS, gates=("path",), **scope)
     return folder / "K"
 
@@ -52,6 +52,12 @@ def make_kit(folder: Path, ops: dict[str, str] | None = None, **changes: Any) ->
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_kit(tmp_path_factory.mktemp("kit"))
+
+
+@pytest.fixture(scope="module")
+def kda_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One half-layer only: what is found in it needs no other."""
+    return make_kit(tmp_path_factory.mktemp("kda"), dict.fromkeys(HALF_LAYERS["kda"], "k3-pico"))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +109,11 @@ def test_a_gap_of_the_schedule_is_declared_and_nothing_else_is(results: Path) ->
     assert {(site["op"], site["code"]) for site in declared} == {("input_projection", "op.no_schedule")}
     assert all("no schedule bucket for" in site["message"] for site in declared)
     assert decide(lines).metrics["declared_fallbacks"]["value"] == len(declared)
-    small = [entry for entry in lines[0]["plan"] if entry["mode"] == "auto" and entry["batch"] * entry["tokens"] <= 12]
+    small = [
+        entry
+        for entry in lines[0]["plan"]
+        if entry["mode"] == "auto" and entry["batch"] * entry["tokens"] <= LAST_PROJECTION
+    ]
     assert all(site["path"] == "specialized" for entry in small for site in entry["sites"])
 
 
@@ -130,26 +140,26 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_fails_for_the_right_reason(
-    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    kda_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Kernels that did not run, ran beside others, were not counted, or whose results are not what was judged."""
-    code, lines = with_fault(kit, tmp_path / "R", fault, monkeypatch)
+    code, lines = with_fault(kda_kit, tmp_path / "R", fault, monkeypatch)
     decision = decide(lines)
     assert (code, decision.outcome) == (run.FALLS_SHORT, "failed")
     assert FAULTS[fault] in {finding.code for finding in decision.findings}
     assert all((finding.message, finding.where, finding.expected, finding.next) for finding in decision.findings)
 
 
-def test_a_hang_is_a_timeout(kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_is_a_timeout(kda_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that never ends."""
     monkeypatch.setattr(half_walk, "TIMEOUT_S", 1.0)
-    _, lines = with_fault(kit, tmp_path / "R", "hangs", monkeypatch)
+    _, lines = with_fault(kda_kit, tmp_path / "R", "hangs", monkeypatch)
     assert {finding.code for finding in decide(lines).findings} == {"path.timeout"}
 
 
-def test_without_a_profiler_nothing_passes(kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_profiler_nothing_passes(kda_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that nobody saw count as seen."""
-    code, lines = with_fault(kit, tmp_path / "R", "no_profiler", monkeypatch)
+    code, lines = with_fault(kda_kit, tmp_path / "R", "no_profiler", monkeypatch)
     decision = decide(lines)
     assert (code, decision.outcome) == (run.INCOMPLETE, "not_evaluated")
     assert [finding.code for finding in decision.findings] == ["path.no_profiler"]
@@ -157,10 +167,10 @@ def test_without_a_profiler_nothing_passes(kit: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_worker_that_ends_is_a_crash_and_costs_little(
-    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kda_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A broken kernel that is run again and again, a worker at a time."""
-    code, lines = with_fault(kit, tmp_path / "R", "exits", monkeypatch)
+    code, lines = with_fault(kda_kit, tmp_path / "R", "exits", monkeypatch)
     decision = decide(lines)
     assert (code, decision.outcome) == (run.FALLS_SHORT, "failed")
     assert {finding.code for finding in decision.findings} == {"path.crash"}
@@ -179,18 +189,18 @@ def test_a_half_layer_that_lacks_an_op_is_not_evaluated(tmp_path: Path, monkeypa
     assert "mla half-layer on k3-pico: the plan lacks artifact of mla_value" in decision.findings[0].message
 
 
-def test_the_evaluators_own_mistake_is_no_pass(kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evaluators_own_mistake_is_no_pass(kda_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception while results are compared that ends the session, or lets the cell count as fine."""
     monkeypatch.setattr(path, "started_arm", local_arm)
     real = path.walk_half
 
     def broken(worker: Any, planned: Any, *rest: Any, **options: Any) -> dict[str, Any]:
-        if planned.mode == "off" and planned.half == "mla":
+        if planned.mode == "off":
             raise MemoryError("out of memory")
         return real(worker, planned, *rest, **options)
 
     monkeypatch.setattr(path, "walk_half", broken)
-    assert run.session(kit, tmp_path / "R", machine=FakeMachine(), jobs=1) == run.INCOMPLETE
+    assert run.session(kda_kit, tmp_path / "R", machine=FakeMachine(), jobs=1) == run.INCOMPLETE
     decision = decide(lines_of(tmp_path / "R", "path"))
     assert decision.outcome == "not_evaluated"
     assert "a cell was skipped: the evaluator failed: MemoryError" in decision.findings[0].message
@@ -207,13 +217,13 @@ sys.exit(run.session(Path(sys.argv[1]), Path(sys.argv[2]), machine=FakeMachine()
 """
 
 
-def test_a_killed_run_goes_on_without_loss_or_repetition(kit: Path, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_without_loss_or_repetition(kda_kit: Path, tmp_path: Path) -> None:
     """kill -9 in the middle of a cell, a torn last line, and a finished cell that is run again."""
     program = SESSION.format(root=str(ROOT), fixtures=str(Path(__file__).parent), buffer=BUFFER)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def start(*more: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-B", "-c", program, str(kit), str(tmp_path / "R"), *more]
+        command = [sys.executable, "-B", "-c", program, str(kda_kit), str(tmp_path / "R"), *more]
         return subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
 
     process = start()
@@ -271,8 +281,8 @@ def _watermark_as_cell(lines: Lines) -> None:
 
 
 def _smaller_plan(lines: Lines) -> None:
-    """Without anything of batch 2."""
-    gone = {entry["id"] for entry in lines[0]["plan"] if entry["batch"] == 2 and entry["tokens"] == 1}
+    """Without anything of batch 13."""
+    gone = {entry["id"] for entry in lines[0]["plan"] if entry["batch"] == 13 and entry["tokens"] == 1}
     lines[0]["plan"] = [entry for entry in lines[0]["plan"] if entry["id"] not in gone]
     lines[0]["planned"] = [entry["id"] for entry in lines[0]["plan"]]
     lines[:] = [line for line in lines if line.get("id") not in gone]
@@ -309,7 +319,7 @@ def _no_ledger_kernel(lines: Lines) -> None:
 
 def _undeclared(lines: Lines) -> None:
     """A plan that declares a fallback for another reason than the schedule's."""
-    entry = next(entry for entry in lines[0]["plan"] if entry["batch"] == 16 and entry["mode"] == "auto")
+    entry = next(entry for entry in lines[0]["plan"] if entry["batch"] == 13 and entry["mode"] == "auto")
     next(site for site in entry["sites"] if site["path"] == "standard")["code"] = "op.missing"
 
 

@@ -20,14 +20,13 @@ from verify.evaluator.client import Client
 from verify.evaluator.memory import SharedBuffer
 from verify.workers.protocol import Channel
 
-__all__ = ["BOOTSTRAP", "started"]
+__all__ = ["BOOTSTRAP", "started", "started_arm"]
 
 BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from verify.workers.main import main; main()"
 START_TIMEOUT_S = 180.0
 """A first import of torch from a cold disk takes its time."""
 
 
-@contextlib.contextmanager
 def started(
     op: str,
     artifact: Path,
@@ -39,8 +38,8 @@ def started(
     bootstrap: str = BOOTSTRAP,
     wrapper: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-) -> Iterator[Client]:
-    """Start a worker for one op and stop it at the end, however the block is left.
+) -> contextlib.AbstractContextManager[Client]:
+    """Start a worker for one op; see `started_arm`.
 
     Args:
         op: op name.
@@ -52,12 +51,44 @@ def started(
         bootstrap: first line of the worker; tests give one that has no GPU.
         wrapper: command that starts the worker's, such as a sanitizer.
         environment: variables beside this process's own.
+    """
+    return started_arm(
+        op, {op: artifact}, schedules, code=code, logs=logs, buffer_bytes=buffer_bytes, bootstrap=bootstrap,
+        wrapper=wrapper, environment=environment,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def started_arm(
+    name: str,
+    artifacts: Mapping[str, Path],
+    schedules: Path | None,
+    *,
+    code: Path,
+    logs: Path,
+    buffer_bytes: int,
+    bootstrap: str = BOOTSTRAP,
+    wrapper: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Client]:
+    """Start a worker and stop it at the end, however the block is left.
+
+    Args:
+        name: in the log's name.
+        artifacts: folders of artifacts, by the names that the worker's methods use; none for a standard arm.
+        schedules: the arm's schedules; None for a standard arm.
+        code: folder of the trusted Python.
+        logs: where the log file goes.
+        buffer_bytes: size of the shared buffer; pages are taken when touched.
+        bootstrap: first line of the worker; tests give one that has no GPU.
+        wrapper: command that starts the worker's, such as a sanitizer.
+        environment: variables beside this process's own.
 
     Raises:
         WorkerFailure: it did not come up.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"worker-{op}-{secrets.token_hex(4)}.log"
+    log = logs / f"worker-{name}-{secrets.token_hex(4)}.log"
     buffer = SharedBuffer(buffer_bytes)
     ours, theirs = socket.socketpair()
     nonce = secrets.token_hex(16)
@@ -76,7 +107,10 @@ def started(
     finally:
         theirs.close()
     worker = Client(process, Channel(ours, nonce), buffer, log, _kill)
-    hello = {"kind": "card", "artifacts": {op: str(artifact)}, "schedules": str(schedules), "threads": 1}
+    hello = {
+        "kind": "card", "artifacts": {key: str(path) for key, path in artifacts.items()},
+        "schedules": None if schedules is None else str(schedules), "threads": 1,
+    }  # fmt: skip
     try:
         worker.greet(ours, nonce, hello, START_TIMEOUT_S)
         yield worker

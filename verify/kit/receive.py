@@ -102,6 +102,7 @@ def _raw(files: Mapping[str, Path], name: str, gate: str, manifest: KitManifest,
     wanted |= {"artifacts": dict(manifest.arms["candidate"]), "batches": list(manifest.batches)}
     wanted |= {"mutants": {name: dict(units) for name, units in manifest.mutants.items()}}
     wanted |= {"tokens": list(manifest.tokens), "draws": manifest.draws}
+    wanted |= manifest.plans.get(gate, {})
     if not lines:
         raise _refused("has no line", name, "a header")
     for key, value in wanted.items():

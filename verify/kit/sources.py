@@ -14,14 +14,17 @@ from harness.errors import FasttrackError
 
 __all__ = ["ENTRY_POINTS", "closure"]
 
-ENTRY_POINTS = ("verify.kit.run", "verify.workers.main", "verify.workers.card_methods", "verify.workers.cuda_card")
-DYNAMIC = ("k3_backend/ops/*/reference.py", "k3_backend/ops/*/standard.py")
+ENTRY_POINTS = (
+    "verify.kit.run", "verify.workers.main", "verify.workers.card_methods", "verify.workers.cuda_card",
+    "verify.workers.chain_methods",
+)  # fmt: skip
+DYNAMIC = ("k3_backend/ops/*/reference.py", "k3_backend/ops/*/standard.py", "k3_backend/ops/*/standard_cuda.py")
 """Files that are imported by a name made at run time (`k3_backend.ops.registry`)."""
 PACKAGES = ("k3_backend", "verify", "harness")
-OUTSIDE = frozenset({"torch", "numpy", "scipy", "cuda"})
-"""What the GPU machine has, besides the standard library."""
-LAZY_OUTSIDE = frozenset({"safetensors"})
-"""Imported inside functions that the kit never calls."""
+OUTSIDE = frozenset({"torch", "triton", "numpy", "scipy", "cuda"})
+"""What the GPU machine has, besides the standard library; scipy only where speed is judged."""
+LAZY_OUTSIDE = frozenset({"safetensors", "fla"})
+"""Imported inside functions that the kit never calls, or whose caller has another way where it is missing."""
 
 
 def closure(root: Path, stdlib: frozenset[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from k3_backend.model.program import BATCH_FIELDS, DTYPES, HALF_LAYERS, Site, ch
 from k3_backend.ops import OPS
 from verify.workers.chain_contents import constant, filled, rng
 from verify.workers.main import Method, Session
-from verify.workers.op_methods import as_tensor
+from verify.workers.shared import View
 
 __all__ = ["METHODS", "Engine", "Graph", "install"]
 
@@ -40,10 +41,15 @@ SAMPLED = 2
 class Graph(Protocol):
     """A program that can be replayed."""
 
-    choices: Sequence[Mapping[str, Any]]
-    """Per site, as `k3_backend.step.cuda.SiteChoice.record`."""
-    tensors: Mapping[str, Tensor]
-    """Binding -> where its latest value lies."""
+    @property
+    def choices(self) -> Sequence[Mapping[str, Any]]:
+        """Per site, as `k3_backend.step.cuda.SiteChoice.record`."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Binding -> where its latest value lies."""
+        ...
 
     def replay(self, count: int) -> int:
         """Replay and wait; nanoseconds on this process's clock."""
@@ -61,7 +67,10 @@ class Graph(Protocol):
 class Engine(Protocol):
     """A device with an arm's kernels."""
 
-    device: torch.device
+    @property
+    def device(self) -> torch.device:
+        """Where all tensors of chains lie."""
+        ...
 
     def load(self, artifacts: Mapping[str, Path], schedules: Path | None, g: Geometry, arch: str) -> dict[str, Any]:
         """Load an arm; facts for the raw line."""
@@ -152,7 +161,7 @@ def open_arm(session: Session, *, arch: str, seed: str, geometries: Mapping[str,
         seed: secret of this block.
         geometries: geometry -> ops that the arm has a kernel for.
     """
-    engine = session.areas.get("chain.engine")
+    engine: Engine | None = session.areas.get("chain.engine")
     if engine is None:
         from verify.workers.cuda_chain import CudaEngine
 
@@ -268,9 +277,9 @@ def collect(session: Session, *, sample: str, outputs: Mapping[str, Any], states
     """
     made = _made(_open(session))
     for name, (_, bound) in made.outputs.items():
-        target = as_tensor(session, outputs[name])
+        target = _placed(session, outputs[name])
         target.copy_(torch.stack([made.graph.tensors[one] for one in bound]).view(target.shape))
-    out = as_tensor(session, states)
+    out = _placed(session, states)
     written = 0
     for part in _sampled(made, sample):
         flat = part.reshape(-1).float().cpu()
@@ -435,6 +444,15 @@ def _constants(
         for one in spec.tensors
         if one.role == "constant"
     }  # fmt: skip
+
+
+def _placed(session: Session, view: Mapping[str, Any]) -> Tensor:
+    """A tensor over the shared buffer."""
+    resolved = View.from_json(view)
+    array = resolved.array(session.buffer)
+    if resolved.dtype == "bf16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def _open(session: Session) -> _Opened:

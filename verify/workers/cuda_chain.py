@@ -48,8 +48,8 @@ class _Graph:
         self._made = made
         self.choices = [choice.record() for choice in made.choices]
         self.tensors = made.tensors
-        self._first = torch.cuda.Event(enable_timing=True)
-        self._last = torch.cuda.Event(enable_timing=True)
+        self._first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def replay(self, count: int) -> int:
         """See `chain_methods.Graph`."""
@@ -58,7 +58,8 @@ class _Graph:
         self._made.replay(count)
         self._last.record(self._made.stream)
         self._last.synchronize()
-        return max(1, round(self._first.elapsed_time(self._last) * 1e6))
+        milliseconds = float(self._first.elapsed_time(self._last))
+        return max(1, round(milliseconds * 1e6))
 
     def counts(self) -> Mapping[str, Sequence[int]]:
         """See `chain_methods.Graph`."""

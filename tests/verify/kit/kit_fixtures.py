@@ -16,11 +16,13 @@ from k3_backend.aot.manifest import Artifact, file_digest
 from verify.kit.build import Arm, describe, kit_files, make_kit
 from verify.kit.machine import Machine
 from verify.kit.manifest import KitManifest, Unit
+from verify.protocol.floors import Ceilings
 
 ROOT = Path(__file__).resolve().parents[3]
 ARCH = "sm_90a"
 BOOTSTRAP = (
     f"import sys; sys.path[:0] = [sys.argv[1], {str(Path(__file__).parent)!r}]; import fake_card; fake_card.install(); "
+    "import fake_chain; fake_chain.install(); "
     "from verify.workers.main import main; main()"
 )
 
@@ -33,8 +35,17 @@ class FakeMachine(Machine):
     def evaluator(self) -> Any:
         return torch.device("cpu")
 
-    def require(self, compute_capability: tuple[int, int]) -> None:
+    def require(self, compute_capability: tuple[int, int], packages: Mapping[str, str] | None = None) -> None:
         assert compute_capability == (9, 0)
+
+    def ceilings(self) -> Ceilings:
+        table = ((24 << 20, 1e6), (1 << 30, 1e6))
+        return Ceilings(
+            threads=1, read=table, write=table, copy=table, fma_gflops=1e9, bf16_gflops=1e9, bf16_unit="none"
+        )
+
+    def standard_path(self) -> dict[str, str]:
+        return {"torch": torch.__version__, "kda_decode": "torch"}
 
     def describe(self) -> dict[str, Any]:
         return {"gpu": {"name": "fake", "uuid_sha256": "0" * 64}, "gpu_missing": {}, "cuda": None}

@@ -8,6 +8,7 @@ other arms' here.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,9 @@ __all__ = ["DECLARED", "ArmFiles", "KitBlock", "KitSampler"]
 BUFFER_BYTES = 1 << 29
 """Shared buffer per arm: outputs and sampled states of one chain."""
 STATE_ELEMENTS = 1 << 22
+OUTPUT_ELEMENTS = 1 << 18
+"""Of an output, compared per leg: as many copies, drawn afterwards, as make about so many; two at least."""
+FEWEST_COPIES = 2
 OPEN_S = 240.0
 SET_S = 240.0
 """Deadline for setting a chain: the first one of a process compiles what the standard path compiles."""
@@ -118,6 +122,8 @@ class KitBlock:
         """Arm -> cell whose chain its process holds."""
         self._runs: dict[str, int] = {}
         """Arm -> slices since the last reset."""
+        self._replays: dict[str, int] = {}
+        """Arm -> replays asked for since then, untimed ones included."""
         self._load = ForeignTime(workers.values())
 
     def prepare(self, arm: str, cell: CellPlan, calls: int, slices: int) -> None:  # noqa: ARG002
@@ -132,9 +138,11 @@ class KitBlock:
         )  # fmt: skip
         buffer = self._workers[arm].buffer
         buffer.reset()
-        self._outputs[arm] = {
-            name: buffer.view(made["dtype"], tuple(made["shape"])) for name, made in answer["outputs"].items()
-        }
+        self._outputs[arm] = {}
+        for name, made in answer["outputs"].items():
+            copies, *shape = made["shape"]
+            count = max(FEWEST_COPIES, min(copies, OUTPUT_ELEMENTS // math.prod(shape)))
+            self._outputs[arm][name] = buffer.view(made["dtype"], (count, *shape))
         self._choices[arm] = answer["choices"]
         self._set[arm] = cell.key
 
@@ -144,13 +152,14 @@ class KitBlock:
 
     def reset(self, arm: str, cell: CellPlan) -> None:  # noqa: ARG002
         """See `Block.reset`."""
-        self._runs[arm] = 0
+        self._runs[arm] = self._replays[arm] = 0
         self._call(arm, "chain.reset", warm=1)
 
     def slice(self, arm: str, cell: CellPlan) -> Slice:  # noqa: ARG002
         """See `Block.slice`. One untimed replay goes before: the other arms' have emptied the caches."""
         calls = self._calls[arm]
         self._runs[arm] += 1
+        self._replays[arm] += calls + 1
         self._call(arm, "chain.run", count=1)
         with _as_fault(arm):
             answer, seconds = self._workers[arm].timed_call("chain.run", timeout_s=CALL_S, count=calls)
@@ -159,6 +168,7 @@ class KitBlock:
     def again(self, arm: str, cell: CellPlan, calls: int) -> None:  # noqa: ARG002
         """See `Block.again`."""
         self._runs[arm] += 1
+        self._replays[arm] += calls
         self._call(arm, "chain.run", count=calls)
 
     def left(self, arm: str, cell: CellPlan) -> Left:
@@ -183,7 +193,7 @@ class KitBlock:
         counts as a fallback.
         """
         counts = self._call(arm, "chain.finish")["counts"]
-        replays = max((sum(pair) for pair in counts.values()), default=0)
+        replays = self._replays[arm]
         specialised = fallbacks = 0
         for choice in self._choices[arm]:
             kernel, standard = counts[choice["key"]]

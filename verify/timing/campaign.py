@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -123,6 +124,7 @@ def _run_block(
     plan: Plan, stage: Stage, number: int, sampler: Sampler, evidence: Evidence, seed: str, calls: dict[str, _Calls]
 ) -> None:
     place = {"stage": stage.name, "block": number}
+    started = time.monotonic()
     evidence.append("perf", {"kind": "begin", **place, "seed_sha256": seed_digest(seed)})
     visit: _Visit | None = None
     try:
@@ -131,6 +133,7 @@ def _run_block(
             visit.run()
             load = {"foreign_share": block.foreign_share(), "average_1min": os.getloadavg()[0]}
         line = {"kind": "block", **place, "seed": seed, "order": visit.order, "cells": visit.lines(), "load": load}
+        line["seconds"] = time.monotonic() - started
         evidence.append("perf", line)
     except ArmFault as fault:
         key = visit.key if visit is not None else None
@@ -203,7 +206,9 @@ class _Visit:
         """Visit every cell; one whose slices got too short starts again."""
         for key in self.order:
             self.key = key
+            started = time.monotonic()
             self._lines[key] = self._visit(self.cells[key])
+            self._lines[key]["seconds"] = time.monotonic() - started
         self.key = None
 
     def lines(self) -> list[dict[str, Any]]:
@@ -271,6 +276,7 @@ class _Visit:
             again = 1 + secrets.randbelow(calls.others)
             for arm in compared:
                 block.again(arm, cell, again)
+        facts = {arm: dict(block.facts(arm, cell)) for arm in arms}
         return {
             "key": cell.key,
             "calls": calls.others,
@@ -283,7 +289,7 @@ class _Visit:
             "worker_ns": [taken.worker_ns for _, taken in slices],
             "checks": self._checks(cell, compared, early),
             "paths": {arm: block.paths(arm, cell)._asdict() for arm in compared},
-            **({"facts": facts} if any(facts := {arm: dict(block.facts(arm, cell)) for arm in arms}.values()) else {}),
+            **({"facts": facts} if any(facts.values()) else {}),
         }
 
     def _checks(self, cell: CellPlan, compared: list[str], early: dict[str, Left]) -> dict[str, dict[str, float]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from verify.workers.shared import View
 __all__ = ["METHODS", "Engine", "Graph", "install"]
 
 _AREA = "chain"
+T = TypeVar("T")
 PAGE = 64
 BANK = 5
 """Different inputs that replays go through. Odd, so that a kernel that skips every second call is seen."""
@@ -247,7 +248,6 @@ def reset(session: Session, *, warm: int) -> dict[str, Any]:
     """Replay untimed, so often; then go back to the start: states, inputs and rows; outputs become NaN, counts zero."""
     opened = _open(session)
     made = _made(opened)
-    _start(opened, made)
     made.graph.replay(warm)
     _start(opened, made)
     return {}
@@ -264,12 +264,12 @@ def finish(session: Session) -> dict[str, Any]:
 
 
 def collect(session: Session, *, sample: str, outputs: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy what the last replay left, and a part of the states that the evaluator chooses after the run.
+    """Copy parts of what the last replay left, outputs and states, that the evaluator chooses after the run.
 
     Args:
         session: after `chain.run`.
         sample: secret that picks copies, slots and rows.
-        outputs: view per output, [copies, ...] in its dtype.
+        outputs: view per output, in its dtype: [picked copies, ...], as many as the evaluator wants.
         states: f32 view [elements].
 
     Returns:
@@ -278,7 +278,8 @@ def collect(session: Session, *, sample: str, outputs: Mapping[str, Any], states
     made = _made(_open(session))
     for name, (_, bound) in made.outputs.items():
         target = _placed(session, outputs[name])
-        target.copy_(torch.stack([made.graph.tensors[one] for one in bound]).view(target.shape))
+        picked = _pick(bound, sample, "outputs", target.shape[0])
+        target.copy_(torch.stack([made.graph.tensors[one] for one in picked]).view(target.shape))
     out = _placed(session, states)
     written = 0
     for part in _sampled(made, sample):
@@ -290,9 +291,8 @@ def collect(session: Session, *, sample: str, outputs: Mapping[str, Any], states
 
 def _sampled(made: _Chain, sample: str) -> list[Tensor]:
     """Parts of states: of some copies, rows that the chain has written."""
-    host = torch.device("cpu")
     numbers = sorted({site.layer for site in made.program if site.layer is not None})
-    picked = _pick(numbers, sample, "copies", host)
+    picked = _pick(numbers, sample, "copies")
     parts = []
     for name in sorted(made.buffers):
         base, _, number = name.partition(".")
@@ -305,13 +305,13 @@ def _sampled(made: _Chain, sample: str) -> list[Tensor]:
             pool, rows = pool.flatten(0, 1), made.buffers["slot_mapping"].tolist()
         else:
             rows = made.buffers["slots"].flatten().tolist()
-        chosen = _pick(rows, sample, base, host)
+        chosen = _pick(rows, sample, base)
         parts.append(pool[torch.tensor(chosen, device=pool.device)])
     return parts
 
 
-def _pick(values: Sequence[int], sample: str, what: str, device: torch.device) -> list[int]:
-    order = torch.randperm(len(values), generator=rng(sample, what, device))[:SAMPLED]
+def _pick(values: Sequence[T], sample: str, what: str, count: int = SAMPLED) -> list[T]:
+    order = torch.randperm(len(values), generator=rng(sample, what, torch.device("cpu")))[:count]
     return [values[at] for at in order.tolist()]
 
 

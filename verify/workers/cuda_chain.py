@@ -11,7 +11,6 @@ from torch import Tensor
 
 from k3_backend.geometry import Geometry
 from k3_backend.model.program import Site
-from k3_backend.ops.kda_decode.standard_cuda import implementation
 from k3_backend.step.cuda import Captured, CudaArm, capture
 
 __all__ = ["CudaEngine"]
@@ -26,9 +25,9 @@ class CudaEngine:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def load(self, artifacts: Mapping[str, Path], schedules: Path | None, g: Geometry, arch: str) -> dict[str, Any]:
-        """Load the images; their digests, and what the standard path consists of here."""
+        """Load the images; their digests."""
         arm = self._arms[g.name] = CudaArm(artifacts, schedules, g, arch)
-        return {"images": arm.images, "standard": standard_identity()}
+        return {"images": arm.images}
 
     def capture(
         self,
@@ -74,6 +73,8 @@ class _Graph:
 def standard_identity() -> dict[str, str]:
     """Versions of what the standard path runs on."""
     import triton
+
+    from k3_backend.ops.kda_decode.standard_cuda import implementation
 
     return {
         "torch": str(torch.__version__),

@@ -36,6 +36,7 @@ class FakeMachine(Machine):
         return torch.device("cpu")
 
     def require(self, compute_capability: tuple[int, int], packages: Mapping[str, str] | None = None) -> None:
+        del packages
         assert compute_capability == (9, 0)
 
     def ceilings(self) -> Ceilings:
@@ -104,14 +105,18 @@ def small(settings: Settings, **changes: Any) -> tuple[Target, Tier]:
     return target, settings.tier("smoke").model_copy(update={"batches": (1, 2)})
 
 
-def write_fake_kit(out: Path, arm: Arm, settings: Settings, **changes: Any) -> KitManifest:
+def write_fake_kit(
+    out: Path, arm: Arm, settings: Settings, *, gates: tuple[str, ...] = ("kernels",), best: Arm | None = None,
+    plans: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any,
+) -> KitManifest:  # fmt: skip
     """A kit folder of this checkout's sources."""
+    arms = {"candidate": arm} if best is None else {"candidate": arm, "best": best}
     target, tier = small(settings, **changes)
     described = describe(
-        target, tier, base="b" * 40, head="c" * 40, trees={"base": "d" * 40, "head": "e" * 40}, gates=("kernels",),
-        arms={"candidate": arm}, mutants={}, command="fasttrack verify --candidate c",
+        target, tier, base="b" * 40, head="c" * 40, trees={"base": "d" * 40, "head": "e" * 40}, gates=gates,
+        arms=arms, mutants={}, command="fasttrack verify --candidate c", plans=plans,
     )  # fmt: skip
-    files = kit_files(ROOT, {"candidate": arm})
+    files = kit_files(ROOT, arms)
     listed = {
         name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in sorted(files.items())
     }

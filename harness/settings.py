@@ -188,6 +188,9 @@ class Target(Record):
     perf_drafts: tuple[Annotated[int, Field(ge=0, strict=True)], ...]
     """The subset of `drafts` that is timed."""
     perf_workloads: tuple[Name, ...]
+    half_layer_contexts: tuple[PositiveInt, ...] = ()
+    """Where whole steps cannot run (one GPU has one rank's shapes), attention half-layers are timed in their place, at
+    these contexts; empty where steps are timed."""
     required: dict[GateName, EvidenceClass]
     """Gates that must pass for accept, with the class of evidence each needs."""
     perf: PerfPolicy
@@ -197,6 +200,11 @@ class Target(Record):
     @classmethod
     def _ascending(cls, values: tuple[int, ...]) -> tuple[int, ...]:
         return _unique_ascending(values, "the axis")
+
+    @field_validator("half_layer_contexts")
+    @classmethod
+    def _ascending_or_none(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        return _unique_ascending(values, "the axis") if values else values
 
     @field_validator("archs", "workloads", "perf_workloads")
     @classmethod
@@ -228,6 +236,8 @@ class Target(Record):
                     raise At(
                         (name, index), f"{value!r} is not one of the target's {name.removeprefix('perf_')} {list(axis)}"
                     )
+        if self.half_layer_contexts and not self.one_gpu_layouts:
+            raise At(("half_layer_contexts",), "no layout has dcp = 1 and gpus = 1; half-layers are timed on one GPU")
         if not self.required:
             raise At(("required",), "no gate is required; accept would mean nothing")
         _, counts = prune(self._axes(self.batches, self.contexts).points(), self.prune)
@@ -244,7 +254,9 @@ class Target(Record):
         return PrunedMatrix(self._cells(points), len(points) + sum(counts), counts)
 
     def cells(self, tier: Tier) -> tuple[Cell, ...]:
-        """The cells that the perf gate measures in a tier, in `step` scope, after pruning. Never empty."""
+        """The cells that the perf gate measures in a tier: whole steps after pruning, or half-layers. Never empty."""
+        if self.half_layer_contexts:
+            return self._half_layers(tier)
         return self._cells(self._perf_points(self.batches_of(tier), self.contexts_of(tier)))
 
     def batches_of(self, tier: Tier) -> tuple[int, ...]:
@@ -257,8 +269,25 @@ class Target(Record):
 
     def cost(self, tier: Tier) -> Cost:
         """What the tier's perf matrix asks for."""
-        cells = len(self._perf_points(self.batches_of(tier), self.contexts_of(tier)))
+        cells = len(self.cells(tier))
         return Cost(cells, tier.perf_blocks, cells * (3 * tier.perf_blocks + 1), tier.minutes)
+
+    def _half_layers(self, tier: Tier) -> tuple[Cell, ...]:
+        """Of every layout that one GPU has the shapes of, at T = 1; only MLA depends on the context."""
+        contexts = self.half_layer_contexts
+        contexts = contexts if tier.contexts == "all" else contexts[: tier.contexts]
+        kinds = [("kda_half_layer", None), *(("mla_half_layer", context) for context in contexts)]
+        return tuple(
+            Cell(scope=scope, batch=batch, context=context, layout=layout.key)
+            for layout in self.one_gpu_layouts
+            for scope, context in kinds
+            for batch in self.batches_of(tier)
+        )
+
+    @property
+    def one_gpu_layouts(self) -> tuple[Layout, ...]:
+        """Layouts without DCP whose rank shapes are measured on one GPU."""
+        return tuple(layout for layout in self.layouts if layout.gpus == 1 and layout.dcp == 1)
 
     def _axes(self, batches: tuple[int, ...], contexts: tuple[int, ...]) -> Axes:
         return Axes(self.layouts, self.workloads, self.drafts, contexts, batches)

@@ -30,7 +30,7 @@ def bench(
 ) -> None:
     """Measure speed and share of the floor. Decides nothing about a candidate; `verify` does."""
     from verify.bench.run import bench as run_bench  # torch takes seconds, which other commands need not wait for
-    from verify.gates.perf.sampler import ArmFault
+    from verify.timing.sampler import ArmFault
 
     out, workspace = Output(json), Workspace.here()
     settings = workspace.settings

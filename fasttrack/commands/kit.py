@@ -13,7 +13,7 @@ from fasttrack.workspace import Workspace
 from harness.errors import FasttrackError
 from verify.kit.artifacts import require_covered
 from verify.kit.build import KIT_GATES, kit_files, make_kit
-from verify.kit.importing import arm_of, manifest_of, mutant_arms, require_ours
+from verify.kit.importing import arm_of, arms_of, manifest_of, mutant_arms, require_ours
 from verify.kit.receive import read_results
 from verify.pipeline import make_candidate, require_own_base
 from verify.snapshots import JUDGING_PATHS, export_tree
@@ -55,11 +55,12 @@ def build(
     named = None if ops is None else tuple(op.strip() for op in ops.split(",") if op.strip())
     arm = arm_of(repo, head, settings, target, cache, ops=named)
     planted = mutant_arms(repo, head, mutants, settings, target, cache, arm)
+    arms = arms_of(repo, settings, cache, base=start, target=target, gates=selected, candidate=arm)
     manifest = manifest_of(
         repo, settings, cache, base=start, head=head, target=target, tier=tier, gates=selected,
-        arms={"candidate": arm}, mutants=planted,
+        arms=arms, mutants=planted,
     )  # fmt: skip
-    files = kit_files(export_tree(repo, start, JUDGING_PATHS, cache / "trees"), {"candidate": arm, **planted})
+    files = kit_files(export_tree(repo, start, JUDGING_PATHS, cache / "trees"), {**arms, **planted})
     make_kit(out, manifest, files)
     rows = [(key, digest[:16]) for key, digest in manifest.arms["candidate"].items()]
     output.table(f"kit {manifest.digest[:12]}", ("artifact", "digest"), rows)

@@ -12,7 +12,7 @@ model's output with `model.norm` applied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -27,17 +27,19 @@ from k3_backend.ops.interface import DType, Shape
 __all__ = [
     "BATCH_FIELDS",
     "DTYPES",
+    "HALF_LAYERS",
     "Buffer",
     "OpFunction",
     "Site",
     "allocate_buffers",
     "batch_fields",
     "bind",
+    "chain_program",
     "decode_program",
     "execute",
     "execute_sites",
-    "half_layer_buffers",
     "half_layer_program",
+    "program_buffers",
     "step_buffers",
 ]
 
@@ -137,6 +139,10 @@ def decode_program(g: Geometry, tokens: int = 1, expert_format: str = "bf16") ->
     return tuple(sites)
 
 
+HALF_LAYERS: Mapping[str, LayerKind] = {"kda_half_layer": "kda", "mla_half_layer": "mla"}
+"""Scope -> kind of attention."""
+
+
 def half_layer_program(g: Geometry, kind: LayerKind, count: int, tokens: int = 1) -> tuple[Site, ...]:
     """`count` attention half-layers of one kind, one after another: AttnRes, input projection and token mixing.
 
@@ -152,33 +158,47 @@ def half_layer_program(g: Geometry, kind: LayerKind, count: int, tokens: int = 1
         tokens: T, query tokens per request.
     """
     layer = (g.kda_layers if kind == "kda" else g.mla_layers)[-1]
-    sites: list[Site] = []
-    for at in range(count):
-        for site in _attention(g, layer, tokens):
-            if site.op != "oproj_allreduce":
-                bindings = {name: _own(bound, at) for name, bound in site.bindings.items()}
-                sites.append(Site(at, site.op, site.name, site.attrs, bindings))
-    return tuple(sites)
+    sites = [site for site in _attention(g, layer, tokens) if site.op != "oproj_allreduce"]
+    return tuple(_copy_of(site, at, _OWN) for at in range(count) for site in sites)
 
 
-def half_layer_buffers(g: Geometry, kind: LayerKind, count: int, rows: int) -> tuple[Buffer, ...]:
-    """Every buffer that `half_layer_program` binds beside batch fields and state pools, for M = rows."""
-    bound = {name for site in half_layer_program(g, kind, count) for name in site.bindings.values()}
-    buffers = []
-    for buffer in step_buffers(g, rows):
-        own = [_own(buffer.name, at) for at in range(count)]
-        buffers += [replace(buffer, name=name) for name in dict.fromkeys(own) if name in bound]
-    return tuple(buffers)
+def chain_program(scope: str, g: Geometry, count: int, tokens: int = 1) -> tuple[Site, ...]:
+    """What a timed chain runs: `half_layer_program` of a scope of `HALF_LAYERS`, or `count` calls of a single op.
+
+    Every call of a single op has all its tensors for itself, metadata aside (`x.3`, `kda_proj.3`, ...). An op of both
+    kinds of half-layer has the shapes of the KDA one.
+
+    Raises:
+        KeyError: no such scope.
+    """
+    if scope in HALF_LAYERS:
+        return half_layer_program(g, HALF_LAYERS[scope], count, tokens)
+    for kind in HALF_LAYERS.values():
+        for site in half_layer_program(g, kind, 1, tokens):
+            if site.op == scope:
+                bare = replace(site, bindings={name: bound.partition(".")[0] for name, bound in site.bindings.items()})
+                return tuple(_copy_of(bare, at, frozenset(bare.bindings.values())) for at in range(count))
+    raise KeyError(f"no half-layer runs op {scope!r}; scopes: {', '.join(HALF_LAYERS)} and their ops")
 
 
-_OWN = ("prefix", "delta", "blocks", "kda_out", "mla_out", "conv_state", "state", "kv_cache")
+def program_buffers(g: Geometry, program: Sequence[Site], rows: int) -> tuple[Buffer, ...]:
+    """Every step buffer that a program binds, for M = rows; batch fields and state pools are not among them."""
+    known = {buffer.name: buffer for buffer in step_buffers(g, rows)}
+    bound = dict.fromkeys(name for site in program for name in site.bindings.values())
+    return tuple(replace(known[base], name=name) for name in bound if (base := name.partition(".")[0]) in known)
+
+
+_OWN = frozenset({"prefix", "delta", "blocks", "kda_out", "mla_out", "conv_state", "state", "kv_cache"})
 """Bindings that every half-layer of a chain has for itself."""
 
 
-def _own(bound: str, at: int) -> str:
-    """A binding of the model's program as that of half-layer `at`."""
-    name = bound.partition(".")[0]
-    return f"{name}.{at}" if name in _OWN else bound
+def _copy_of(site: Site, at: int, own: Collection[str]) -> Site:
+    """The site as number `at` of a chain; bindings in `own` are those of this number."""
+    bindings = {}
+    for name, bound in site.bindings.items():
+        base = bound.partition(".")[0]
+        bindings[name] = f"{base}.{at}" if base in own and base not in BATCH_FIELDS else bound
+    return replace(site, layer=at, bindings=bindings)
 
 
 def _attn_res(

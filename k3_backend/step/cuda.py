@@ -157,6 +157,7 @@ def capture(
     constants: Constants,
     *,
     ledger: DeviceLedger | None = None,
+    before: Callable[[], None] | None = None,
     after: AfterSite | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> Captured:
@@ -171,6 +172,7 @@ def capture(
         buffers: every step buffer, batch field and state pool that the program binds, on the device.
         constants: weights of a site.
         ledger: shared by several graphs; by default one for this program.
+        before: enqueues work that goes before the first site in every replay, such as fresh inputs.
         after: called after each site.
         stream: that replays run on; by default one of its own.
 
@@ -190,10 +192,14 @@ def capture(
         step = counted.vector(choices)
         torch.cuda.synchronize()
         with torch.cuda.stream(used):
+            if before is not None:
+                before()
             _enqueue(planned, buffers, constants, after)
         used.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=used):
+            if before is not None:
+                before()
             tensors = _enqueue(planned, buffers, constants, after)
             counted.counts.add_(step)
     return Captured(graph, choices, tensors, counted, used, [planned, dict(buffers), tensors, step])

@@ -17,12 +17,12 @@ import numpy as np
 from harness.progress import silent
 from harness.records import Cell
 from harness.store import EvidenceSink
-from verify.gates.perf.campaign import run_campaign
-from verify.gates.perf.compare import Left
-from verify.gates.perf.sampler import ArmFault, Paths, Slice
 from verify.protocol.floors import Ceilings, Traffic
 from verify.protocol.perf import decide
 from verify.protocol.perf_plan import CellPlan, Claim, Plan, plan_stages
+from verify.timing.campaign import run_campaign
+from verify.timing.compare import Left
+from verify.timing.sampler import ArmFault, Paths, Slice
 
 STEP_CELLS = tuple(Cell(scope="step", batch=batch, context=256) for batch in (1, 8, 64))
 OP_CELL = Cell(scope="kda_decode", batch=8)
@@ -137,6 +137,9 @@ class FakeBlock:
         return self.sampler.corrupt(arm, cell.key, left)
 
     def reference(self, cell: CellPlan, left: Left) -> Mapping[str, float]:  # noqa: ARG002
+        return {}
+
+    def facts(self, arm: str, cell: CellPlan) -> Mapping[str, Any]:  # noqa: ARG002
         return {}
 
     def foreign_share(self) -> float:

@@ -21,8 +21,8 @@ from verify.bench.records import BenchReport
 from verify.bench.run import MIN_REPEATS, SLICE_NS, bench
 from verify.bench.traffic import cell_traffic
 from verify.evaluator.worker import ArmSpec
-from verify.gates.perf.sampler import ArmFault, Paths
 from verify.protocol.floors import floor
+from verify.timing.sampler import ArmFault, Paths
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -26,16 +26,16 @@ from tests.verify.perf_records import OP_CELL, STEP_CELLS, FakeSampler, begin, m
 from verify.bench.traffic import op_traffic, step_traffic
 from verify.evaluator.worker import ArmSpec
 from verify.gates.perf import plan as planning
-from verify.gates.perf.campaign import run_campaign
-from verify.gates.perf.compare import BROKEN_SLACK, Left, against_best, against_reference, against_standard
 from verify.gates.perf.ops import OpCell
-from verify.gates.perf.sampler import ArmFault
 from verify.gates.perf.workers import WorkerSampler
 from verify.protocol.floors import Traffic
 from verify.protocol.perf import decide, state
 from verify.protocol.perf_checks import TOLERANCES
 from verify.protocol.perf_data import interrupted
 from verify.protocol.perf_plan import MIN_SLICE_NS, CellPlan, Claim
+from verify.timing.campaign import run_campaign
+from verify.timing.compare import BROKEN_SLACK, Left, against_best, against_reference, against_standard
+from verify.timing.sampler import ArmFault
 from verify.workers.shared import ALIGNMENT
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,10 +21,10 @@ from k3_backend.geometry import geometry
 from tests.hostile.kernels import faults
 from verify.bench.ceilings import measure_ceilings
 from verify.evaluator.worker import ArmSpec
-from verify.gates.perf.campaign import run_campaign
 from verify.gates.perf.workers import WorkerSampler
 from verify.protocol.decision import Decision
 from verify.protocol.perf import decide
+from verify.timing.campaign import run_campaign
 
 _REASON = sandbox.unavailable()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(_REASON is not None, reason=_REASON.message if _REASON else "")]

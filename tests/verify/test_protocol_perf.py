@@ -24,7 +24,6 @@ from tests.verify.perf_records import (
     record,
     speeds,
 )
-from verify.gates.perf.compare import Left
 from verify.protocol import perf
 from verify.protocol.floors import Traffic
 from verify.protocol.perf import below_floor, decide, summarise
@@ -38,6 +37,7 @@ from verify.protocol.perf_plan import (
     plan_stages,
     slice_order,
 )
+from verify.timing.compare import Left
 
 ROOT = Path(__file__).resolve().parents[2]
 

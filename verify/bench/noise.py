@@ -23,11 +23,11 @@ from k3_backend.aot.cpu.host import best_arch
 from k3_backend.geometry import geometry
 from verify.bench.run import THREADS, specialized_arm
 from verify.evaluator.worker import ArmSpec
-from verify.gates.perf.campaign import measure_stage
 from verify.gates.perf.workers import WorkerSampler
 from verify.protocol.floors import Traffic
 from verify.protocol.perf_plan import CellPlan, Claim, Plan, Stage
 from verify.protocol.simulate import extract
+from verify.timing.campaign import measure_stage
 
 __all__ = ["main", "measure_noise", "noise_plan"]
 

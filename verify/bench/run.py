@@ -29,13 +29,13 @@ from verify.bench.ceilings import measure_ceilings
 from verify.bench.records import ArmTiming, BenchCell, BenchReport, PairedRatio
 from verify.bench.traffic import cell_traffic
 from verify.evaluator.worker import ArmSpec
-from verify.gates.perf.campaign import calls_for
-from verify.gates.perf.sampler import ArmFault, Block
 from verify.gates.perf.workers import WorkerSampler
 from verify.protocol.bounds import bounds
 from verify.protocol.floors import Ceilings, floor, merge
 from verify.protocol.perf_data import midmean
 from verify.protocol.perf_plan import CellPlan, Claim
+from verify.timing.campaign import calls_for
+from verify.timing.sampler import ArmFault, Block
 
 __all__ = ["MIN_REPEATS", "PEERS", "SLICE_NS", "THREADS", "bench", "specialized_arm"]
 

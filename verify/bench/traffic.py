@@ -8,16 +8,16 @@ the batch had chosen the same ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from harness.records import Cell
 from k3_backend.geometry import Geometry
-from k3_backend.model.program import decode_program
+from k3_backend.model.program import HALF_LAYERS, Site, decode_program, half_layer_program
 from k3_backend.ops import OPS
 from k3_backend.ops.interface import OpSpec, TensorSpec
 from verify.protocol.floors import Traffic
 
-__all__ = ["cell_traffic", "op_traffic", "step_traffic"]
+__all__ = ["cell_traffic", "half_layer_traffic", "op_traffic", "step_traffic"]
 
 _ITEM_BYTES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1}
 _EXPERT_TENSORS = ("w13", "w2")
@@ -25,6 +25,8 @@ _EXPERT_TENSORS = ("w13", "w2")
 
 def cell_traffic(cell: Cell, g: Geometry) -> Traffic:
     """Traffic of a cell; of an op that occurs with two shapes, the smaller one."""
+    if cell.scope in HALF_LAYERS:
+        return half_layer_traffic(g, cell.scope, batch=cell.batch, tokens=cell.tokens, context=cell.context or 0)
     if cell.scope == "step":
         return step_traffic(g, batch=cell.batch, tokens=cell.tokens, context=cell.context or 0)
     shapes = (
@@ -64,11 +66,37 @@ def op_traffic(op: str, g: Geometry, *, batch: int, tokens: int, context: int | 
 
 def step_traffic(g: Geometry, *, batch: int, tokens: int, context: int) -> Traffic:
     """Traffic of one decode step: weights, cache and states once; activations between ops stay in caches."""
+    sites = [
+        (site, site.layer is not None and g.kind(site.layer) == "mla") for site in decode_program(g, tokens, "bf16")
+    ]
+    moved = _program_traffic(g, sites, batch=batch, tokens=tokens, context=context)
+    embedding = hidden = batch * tokens * g.hidden * 2.0
+    return Traffic(moved.read_bytes + embedding, moved.write_bytes + hidden, moved.flops)
+
+
+def half_layer_traffic(g: Geometry, scope: str, *, batch: int, tokens: int, context: int) -> Traffic:
+    """Traffic of one attention half-layer: weights, cache and states once; all activations stay in caches.
+
+    Args:
+        g: geometry.
+        scope: key of `HALF_LAYERS`.
+        batch: B.
+        tokens: T.
+        context: cached tokens per request.
+    """
+    kind = HALF_LAYERS[scope]
+    sites = [(site, kind == "mla") for site in half_layer_program(g, kind, 1, tokens)]
+    return _program_traffic(g, sites, batch=batch, tokens=tokens, context=context)
+
+
+def _program_traffic(
+    g: Geometry, sites: Iterable[tuple[Site, bool]], *, batch: int, tokens: int, context: int
+) -> Traffic:
+    """Weights, cache and states of sites; each with whether it belongs to an MLA layer."""
     read = write = flops = 0.0
     rows = batch * tokens
-    for site in decode_program(g, tokens, "bf16"):
+    for site, mla in sites:
         spec = OPS[site.op]
-        mla = site.layer is not None and g.kind(site.layer) == "mla"
         sizes = _sizes(spec, g, batch=batch, tokens=tokens, mla=mla)
         read += sum(_bytes(t, sizes, g) for t in spec.tensors if t.role == "constant")
         for tensor in spec.tensors:
@@ -78,8 +106,7 @@ def step_traffic(g: Geometry, *, batch: int, tokens: int, context: int) -> Traff
         if site.op == "mla_decode":
             read += batch * (context + tokens) * g.mla_row * 2.0
         flops += op_flops(site.op, g, rows=rows, batch=batch, context=context, sizes=sizes)
-    embedding = hidden = rows * g.hidden * 2.0
-    return Traffic(read + embedding, write + hidden, flops)
+    return Traffic(read, write, flops)
 
 
 def op_flops(op: str, g: Geometry, *, rows: int, batch: int, context: int, sizes: Mapping[str, int]) -> float:

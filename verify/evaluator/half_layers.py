@@ -14,7 +14,7 @@ from torch import Tensor
 
 from k3_backend.geometry import Geometry, LayerKind, geometry
 from k3_backend.model.batch import cache_rows
-from k3_backend.model.program import OpFunction, Site, execute_sites, half_layer_buffers
+from k3_backend.model.program import OpFunction, Site, execute_sites, program_buffers
 from k3_backend.ops import OPS
 from k3_backend.ops.registry import reference, standard
 from verify.evaluator.inputs import Case, make
@@ -86,7 +86,7 @@ def draw(
     g, rows = geometry(geometry_name), batch * tokens
     program = half_layer(g, half, tokens)
     generator = torch.Generator().manual_seed(seed)
-    buffers = {b.name: b for b in half_layer_buffers(g, half, 1, rows)}
+    buffers = {b.name: b for b in program_buffers(g, program, rows)}
     mix, core = program[0], next(site for site in program if site.op in ("kda_decode", "mla_decode"))
     tensors: dict[str, Tensor] = {
         mix.bindings[name]: torch.randn(buffers[mix.bindings[name]].shape, generator=generator).to(torch.bfloat16)

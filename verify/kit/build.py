@@ -15,6 +15,7 @@ import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.durable import disk_errors
 from harness.errors import FasttrackError
@@ -23,15 +24,16 @@ from k3_backend.aot.cuda.arch import ARCHS
 from k3_backend.aot.cuda.descriptor import DESCRIPTOR_NAME
 from k3_backend.aot.manifest import MANIFEST_NAME, Artifact
 from verify.kit.artifacts import named
-from verify.kit.manifest import CODE, MANIFEST, KitManifest, Unit, artifact_folder, schedules_folder
+from verify.kit.manifest import CANDIDATE, CODE, MANIFEST, KitManifest, Unit, artifact_folder, schedules_folder
 from verify.kit.sources import closure
 from verify.protocol.kernels_cuda import PROTOCOL_ID as KERNELS_PROTOCOL
 from verify.protocol.path_cuda_record import PROTOCOL_ID as PATH_PROTOCOL
+from verify.protocol.perf_plan import CUDA_PROTOCOL_ID as PERF_PROTOCOL
 
 __all__ = ["KIT_GATES", "MAX_BYTES", "Arm", "describe", "kit_files", "make_kit"]
 
 MAX_BYTES = 40_000_000
-KIT_GATES: Mapping[str, str] = {"kernels": KERNELS_PROTOCOL, "path": PATH_PROTOCOL}
+KIT_GATES: Mapping[str, str] = {"kernels": KERNELS_PROTOCOL, "path": PATH_PROTOCOL, "perf": PERF_PROTOCOL}
 """Gates that a kit can evaluate, with their protocols."""
 ARCHIVE_SUFFIX = ".tar.gz"
 ENTRY = "kit.py"
@@ -60,6 +62,7 @@ def describe(
     arms: Mapping[str, Arm],
     mutants: Mapping[str, Arm],
     command: str,
+    plans: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> KitManifest:
     """The manifest of a kit, without its files."""
     if len(target.archs) != 1:
@@ -74,7 +77,7 @@ def describe(
         batches=target.batches_of(tier), tokens=tuple(1 + drafts for drafts in target.drafts),
         contexts=target.contexts_of(tier), draws=tier.kernel_cases, command=command,
         arms={name: named(arm.artifacts) for name, arm in arms.items()},
-        mutants={name: named(arm.artifacts) for name, arm in mutants.items()},
+        mutants={name: named(arm.artifacts) for name, arm in mutants.items()}, plans=plans or {},
     )  # fmt: skip
 
 
@@ -122,14 +125,17 @@ def kit_files(base_tree: Path, arms: Mapping[str, Arm]) -> dict[str, bytes]:
     files[ENTRY] = (base_tree / _ENTRY_SOURCE).read_bytes()
     for name, arm in arms.items():
         for unit, artifact in arm.artifacts.items():
+            path = Path(ARCHS[unit.arch].schedules) / unit.geometry / f"{unit.op}.toml"
+            files[f"{schedules_folder(name)}/{path.as_posix()}"] = (arm.schedules / path).read_bytes()
+            held = arms[CANDIDATE].artifacts.get(unit) if CANDIDATE in arms and name != CANDIDATE else None
+            if held is not None and held.digest == artifact.digest:
+                continue  # see KitManifest.holder
             artifact.verify()
             folder = artifact_folder(name, unit)
             for file in (MANIFEST_NAME, *artifact.files):
                 if not file.endswith(_LEFT_OUT):
                     files[f"{folder}/{file}"] = (artifact.path / file).read_bytes()
             assert f"{folder}/{DESCRIPTOR_NAME}" in files
-            path = Path(ARCHS[unit.arch].schedules) / unit.geometry / f"{unit.op}.toml"
-            files[f"{schedules_folder(name)}/{path.as_posix()}"] = (arm.schedules / path).read_bytes()
     return files
 
 

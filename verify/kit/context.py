@@ -47,8 +47,8 @@ class KitContext:
         return self.root / CODE
 
     def artifact(self, arm: str, unit: Unit) -> Path:
-        """Folder of an arm's artifact."""
-        return self.root / artifact_folder(arm, unit)
+        """Folder of an arm's artifact. One that the candidate's arm has, too, lies in the kit once."""
+        return self.root / artifact_folder(self.manifest.holder(arm, unit), unit)
 
     def schedules(self, arm: str) -> Path:
         """Folder of an arm's schedules."""

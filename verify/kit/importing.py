@@ -8,23 +8,37 @@ file, and results of any other kit are refused.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from harness import canonical
 from harness.errors import FasttrackError
 from harness.git import Repository
 from harness.settings import Settings
 from k3_backend.aot.manifest import Artifact
 from verify.kit.artifacts import build_units, units_of
 from verify.kit.build import Arm, describe, kit_files
-from verify.kit.manifest import KitManifest, Unit
+from verify.kit.manifest import BEST, CANDIDATE, KitManifest, Unit
 from verify.kit.path_plan import read_choices, require_expected
+from verify.kit.planning import perf_plan
 from verify.kit.receive import Received
 from verify.snapshots import JUDGING_PATHS, export_tree
 
-__all__ = ["EDITABLE_ROOTS", "Imported", "arm_of", "manifest_of", "mutant_arms", "require_ours"]
+__all__ = [
+    "EDITABLE_ROOTS",
+    "Imported",
+    "arm_of",
+    "arms_of",
+    "best_arm_of",
+    "manifest_of",
+    "mutant_arms",
+    "require_ours",
+]
 
+COMPARING = frozenset({"perf"})
+"""Gates that compare the candidate with the current best."""
 EDITABLE_ROOTS = ("k3_backend/kernels", "k3_backend/schedules")
 
 
@@ -64,6 +78,24 @@ def arm_of(
             )  # fmt: skip
         chosen = units
     return Arm(build_units(chosen, tree, cache / "artifacts", settings.build), tree / EDITABLE_ROOTS[1])
+
+
+def best_arm_of(repo: Repository, base: str, settings: Settings, target: str, cache: Path, candidate: Arm) -> Arm:
+    """The current best: the base commit's artifacts for the candidate's ops, as many as it has kernels for.
+
+    Args:
+        repo: holds the commit.
+        base: the base commit.
+        settings: targets and build limits.
+        target: its name.
+        cache: folder for exports and artifacts.
+        candidate: its arm; its ops are compared.
+    """
+    tree = export_tree(repo, base, EDITABLE_ROOTS, cache / "trees")
+    ops = sorted({unit.op for unit in candidate.artifacts})
+    units = tuple(u for u in units_of(settings.target(target), tree, ops, none_is_fine=True))
+    built = build_units(units, tree, cache / "artifacts", settings.build) if units else {}
+    return Arm(built, tree / EDITABLE_ROOTS[1])
 
 
 def mutant_arms(
@@ -111,16 +143,33 @@ def mutant_arms(
     return arms
 
 
+def arms_of(
+    repo: Repository, settings: Settings, cache: Path, *, base: str, target: str, gates: tuple[str, ...], candidate: Arm
+) -> dict[str, Arm]:
+    """The arms of a kit: the candidate's, and the current best's where a gate compares with it."""
+    if not set(gates) & COMPARING:
+        return {CANDIDATE: candidate}
+    return {CANDIDATE: candidate, BEST: best_arm_of(repo, base, settings, target, cache, candidate)}
+
+
 def manifest_of(
     repo: Repository, settings: Settings, cache: Path, *, base: str, head: str, target: str, tier: str,
     gates: tuple[str, ...], arms: Mapping[str, Arm], mutants: Mapping[str, Arm],
 ) -> KitManifest:  # fmt: skip
     """What a kit of these commits is, files included."""
     command = f"fasttrack verify --candidate {head[:12]} --base {base[:12]} --target {target} --tier {tier}"
+    plans = {}
+    if "perf" in gates:
+        plan = perf_plan(
+            settings.target(target), settings.tier(tier), base=base, candidate=arms[CANDIDATE], best=arms[BEST],
+            command=command,
+        )  # fmt: skip
+        # As JSON has it, so that a manifest that was read equals one that was made.
+        plans["perf"] = json.loads(canonical.line(plan.header()))
     described = describe(
         settings.target(target), settings.tier(tier), base=base, head=head,
         trees={"base": repo.tree(base), "head": repo.tree(head)}, gates=gates, arms=arms, mutants=mutants,
-        command=command,
+        command=command, plans=plans,
     )  # fmt: skip
     base_tree = export_tree(repo, base, JUDGING_PATHS, cache / "trees")
     files = kit_files(base_tree, {**arms, **mutants})
@@ -160,9 +209,10 @@ def require_ours(
             next="fasttrack kit import R --mutants DIR",
         )  # fmt: skip
     mutants = mutant_arms(repo, theirs.head, patches, settings, theirs.target, cache, arm)
+    arms = arms_of(repo, settings, cache, base=theirs.base, target=theirs.target, gates=theirs.gates, candidate=arm)
     ours = manifest_of(
         repo, settings, cache, base=theirs.base, head=theirs.head, target=theirs.target, tier=theirs.tier,
-        gates=theirs.gates, arms={"candidate": arm}, mutants=mutants,
+        gates=theirs.gates, arms=arms, mutants=mutants,
     )  # fmt: skip
     if ours.digest != theirs.digest:
         raise FasttrackError(
@@ -184,18 +234,9 @@ def _difference(ours: KitManifest, theirs: KitManifest) -> str:
             what = "is missing" if name not in theirs.files else "is added" if name not in ours.files else "differs"
             return f"{name} {what}" if file else name
     for name in (
-        "arms",
-        "mutants",
-        "batches",
-        "tokens",
-        "contexts",
-        "draws",
-        "gates",
-        "protocols",
-        "trees",
-        "command",
+        "arms", "mutants", "batches", "tokens", "contexts", "draws", "gates", "protocols", "plans", "trees", "command",
         "arch",
-    ):
+    ):  # fmt: skip
         if getattr(ours, name) != getattr(theirs, name):
             return f"its {name} differ"
     return "its manifest differs"

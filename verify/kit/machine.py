@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 from harness.errors import FasttrackError
 from verify.kit.child import BOOTSTRAP
+from verify.protocol.floors import Ceilings
 
 __all__ = ["Machine"]
 
@@ -35,7 +38,7 @@ _QUERY = {
     "ecc": "ecc.mode.current",
     "mig": "mig.mode.current",
 }
-_PACKAGES = ("torch", "numpy", "cuda-bindings", "triton")
+_PACKAGES = ("torch", "numpy", "cuda-bindings", "triton", "scipy", "fla-core")
 
 
 class Machine:
@@ -50,8 +53,12 @@ class Machine:
 
         return torch.device("cuda", 0)
 
-    def require(self, compute_capability: tuple[int, int]) -> None:
+    def require(self, compute_capability: tuple[int, int], packages: Mapping[str, str] | None = None) -> None:
         """Refuse a machine that cannot run the kit.
+
+        Args:
+            compute_capability: of the kit's kernels.
+            packages: gate -> package that it needs beside torch and cuda-bindings.
 
         Raises:
             FasttrackError: no torch, no GPU for it, no cuda-bindings, or a GPU of another kind.
@@ -72,11 +79,26 @@ class Machine:
                 f"no cuda-bindings ({error})", "cuda-bindings 12 or 13", "pip install cuda-bindings"
             ) from error
         del driver
+        for gate, package in (packages or {}).items():
+            if importlib.util.find_spec(package) is None:
+                raise _lacks(f"no {package}", f"{package}, which the {gate} gate needs", f"pip install {package}")
         found = torch.cuda.get_device_capability(0)
         if tuple(found) != tuple(compute_capability):
             what = f"{torch.cuda.get_device_name(0)} has compute capability {found[0]}.{found[1]}"
             wanted = ".".join(map(str, compute_capability))
             raise _lacks(what, f"compute capability {wanted}, for which the kit's kernels were built", "nvidia-smi")
+
+    def ceilings(self) -> Ceilings:
+        """Bandwidths and rates of this GPU, measured now."""
+        from verify.kit.ceilings import measure
+
+        return measure()
+
+    def standard_path(self) -> dict[str, str]:
+        """What the standard path runs on here, with versions."""
+        from verify.workers.cuda_chain import standard_identity
+
+        return standard_identity()
 
     def describe(self) -> dict[str, Any]:
         """What stays the same while a kit runs, and the clocks now."""

@@ -16,13 +16,16 @@ from harness import canonical
 from harness.errors import FasttrackError
 
 __all__ = [
-    "CODE", "MANIFEST", "KitManifest", "Unit", "artifact_folder", "read_kit", "read_manifest", "schedules_folder",
+    "BEST", "CANDIDATE", "CODE", "MANIFEST", "KitManifest", "Unit", "artifact_folder", "read_kit", "read_manifest",
+    "schedules_folder",
 ]  # fmt: skip
 
 VERSION = 1
 MANIFEST = "manifest.json"
 CODE = "code"
 """Folder of the trusted Python."""
+CANDIDATE, BEST = "candidate", "best"
+"""The arm that is judged, and the current best, which only some gates need."""
 _ARMS = "arms"
 
 
@@ -84,6 +87,8 @@ class KitManifest:
     """Arm to unit key to artifact digest; `candidate` is what is judged."""
     mutants: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Arms that must be rejected: name to unit key to artifact digest. They prove that the gate looks."""
+    plans: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Gate to the part of its raw header that is fixed where the kit is built; of gates that have a plan of cells."""
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Path in the kit to `sha256` and `size`."""
 
@@ -99,6 +104,12 @@ class KitManifest:
     def units(self, arm: str) -> tuple[Unit, ...]:
         """Artifacts of an arm or mutant, in a fixed order."""
         return tuple(sorted(map(Unit.parse, {**self.arms, **self.mutants}[arm])))
+
+    def holder(self, arm: str, unit: Unit) -> str:
+        """The arm below which an arm's artifact lies: the candidate's, if it has the same one."""
+        arms = {**self.arms, **self.mutants}
+        candidate = self.arms.get(CANDIDATE, {})
+        return CANDIDATE if arms[arm][unit.key] == candidate.get(unit.key) else arm
 
     def _content(self) -> dict[str, Any]:
         content = asdict(self)

@@ -21,7 +21,7 @@ from k3_backend.aot.arguments import call_sizes
 from k3_backend.aot.cuda.choices import Choices, Declined
 from k3_backend.aot.cuda.descriptor import LaunchSpec
 from k3_backend.geometry import Geometry, LayerKind, geometry
-from k3_backend.model.program import Site, half_layer_buffers
+from k3_backend.model.program import Site, program_buffers
 from k3_backend.ops import OPS
 from verify.kit.manifest import KitManifest, Unit
 from verify.protocol.path_cuda_record import HALF_LAYERS, judged
@@ -184,9 +184,8 @@ def _launch(launch: LaunchSpec) -> dict[str, Any]:
 
 def _shapes(g: Geometry, site: Site, batch: int, tokens: int) -> dict[str, Tensor | None]:
     """The call's tensors without memory; pools and tables of the least size, on which no schedule depends."""
-    kind: LayerKind = "mla" if site.op.startswith("mla") or "mla_proj" in site.bindings.values() else "kda"
     rows = batch * tokens
-    shapes = {buffer.name: buffer.shape for buffer in half_layer_buffers(g, kind, 1, rows)}
+    shapes = {buffer.name: buffer.shape for buffer in program_buffers(g, (site,), rows)}
     width, head = 3 * g.kda_width, g.kda_head_dim
     shapes |= {
         "slots": (batch, tokens), "accepted": (batch,), "block_table": (batch, 1), "seq_lens": (batch,),

@@ -106,6 +106,7 @@ def _raw(files: Mapping[str, Path], name: str, gate: str, manifest: KitManifest,
     wanted |= {"tokens": list(manifest.tokens), "draws": manifest.draws}
     if gate in _WITH_CONTEXTS:
         wanted["contexts"] = list(manifest.contexts)
+    wanted |= manifest.plans.get(gate, {})
     if not lines:
         raise _refused("has no line", name, "a header")
     for key, value in wanted.items():

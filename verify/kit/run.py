@@ -22,6 +22,7 @@ from verify.kit import kernels, path
 from verify.kit.context import KitContext
 from verify.kit.machine import Machine
 from verify.kit.manifest import KitManifest, read_kit
+from verify.kit.packages import use_wheels
 from verify.kit.store import Results
 from verify.protocol import kernels as kernels_protocol
 from verify.protocol import path as path_protocol
@@ -29,12 +30,29 @@ from verify.protocol.decision import Decision
 
 __all__ = ["GATES", "command", "session"]
 
+
+def _perf(kit: KitContext) -> None:
+    """`verify.kit.perf.run`; imported here, because only this gate needs scipy."""
+    from verify.kit import perf
+
+    perf.run(kit)
+
+
+def _decide_perf(lines: Sequence[Mapping[str, Any]]) -> Decision:
+    from verify.protocol import perf
+
+    return perf.decide(lines)
+
+
 GATES: Mapping[str, tuple[Callable[[KitContext], None], Callable[[Sequence[Mapping[str, Any]]], Decision]]] = {
     "kernels": (kernels.run, kernels_protocol.decide),
     "path": (path.run, path_protocol.decide),
+    "perf": (_perf, _decide_perf),
 }
 """Gate -> what measures it here, and what decides it from its lines."""
 
+NEEDED: Mapping[str, str] = {"perf": "scipy"}
+"""Gate -> package that it needs beside those of every gate."""
 FINE, FALLS_SHORT, USAGE, INCOMPLETE = 0, 1, 2, 3
 MOST_JOBS = 4
 
@@ -45,6 +63,7 @@ def command(root: Path, options: argparse.Namespace) -> int:
         return session(
             root, options.out, gates=None if options.gates is None else options.gates.split(","),
             minutes=options.max_minutes, resume=options.resume, jobs=options.jobs, sanitizer=not options.no_sanitizer,
+            packages=options.packages,
         )  # fmt: skip
     except (FasttrackError, BackendError) as error:
         for name in ("what", "where", "expected", "next"):
@@ -61,6 +80,7 @@ def session(
     resume: bool = False,
     jobs: int | None = None,
     sanitizer: bool = True,
+    packages: Path | None = None,
     machine: Machine | None = None,
 ) -> int:
     """Evaluate the kit's gates, or go on with them.
@@ -73,6 +93,7 @@ def session(
         resume: go on with results in `out`.
         jobs: ops evaluated at a time.
         sanitizer: run memory checkers too, where they are installed.
+        packages: folder of wheels that this process and the workers may import from.
         machine: this machine; tests give one without a GPU.
 
     Raises:
@@ -86,11 +107,12 @@ def session(
             f"is {minutes}", where="--max-minutes", expected="a number of minutes above 0", next="python3 kit.py run -h"
         )
     deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
-    machine.require(manifest.compute_capability)
+    brought = {} if packages is None else use_wheels(packages)
+    machine.require(manifest.compute_capability, {gate: NEEDED[gate] for gate in chosen if gate in NEEDED})
     results = Results.open(out, manifest.digest, manifest.document(), resume=resume)
     try:
         kit = KitContext(
-            root, manifest, results, machine, machine.describe(), machine.evaluator(),
+            root, manifest, results, machine, {**machine.describe(), "brought": brought}, machine.evaluator(),
             Path(tempfile.mkdtemp(prefix="kit-logs-")), jobs or _jobs(), deadline, _say,
             None if sanitizer else "not asked",
         )  # fmt: skip

@@ -16,13 +16,13 @@ Cannot see: speed, or what the owner of the GPU machine did to the record.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verify.protocol import kernels, path_cuda_record
 from verify.protocol.decision import Decision, Finding, Line
 from verify.protocol.path_cuda_record import HALF_LAYERS, PROTOCOL_ID
+from verify.protocol.path_cuda_symbols import Problem, symbol_problems
 from verify.protocol.step_distance import MEASURES, grouped, step_exceeds, step_tolerance
 
 __all__ = ["DECLARABLE", "HALF_LAYERS", "PROTOCOL_ID", "cell_findings", "decide", "label"]
@@ -67,7 +67,7 @@ def decide(lines: Sequence[Line]) -> Decision:
     if findings:
         return Decision("failed", tuple(grouped(findings)), metrics)
     missing = [*path_cuda_record.coverage(header), *path_cuda_record.unfinished(header, (*cells, *marks))]
-    missing += _unprofiled(header, loads)
+    missing += _unprofiled(header, loads, cells)
     if missing:
         return Decision("not_evaluated", tuple(grouped(missing)), metrics)
     weak = [finding for cell in cells for finding in _power(header, cell)]
@@ -96,16 +96,12 @@ def cell_findings(header: Line, entry: Line, cell: Line, ledger_symbols: frozens
     problems = [
         *_sites(entry, cell),
         *_ledger(entry, cell),
-        *_symbols(header, entry, cell, ledger_symbols),
+        *symbol_problems(header, entry, cell, ledger_symbols),
         *_distances(cell),
         *_changed(cell),
     ]
     for code, message, rule in problems:
         yield Finding(f"path.{code}", f"{label(entry)}: {message}", str(cell["id"]), rule, str(header["command"]))
-
-
-Problem = tuple[str, str, str]
-"""(code without the gate, what was seen, the rule)."""
 
 
 def _sites(entry: Line, cell: Line) -> Iterator[Problem]:
@@ -152,56 +148,6 @@ def _ledger(entry: Line, cell: Line) -> Iterator[Problem]:
         if ran != wanted:
             text = f"{site['key']}: {ran[0]} specialised and {ran[1]} standard runs in {replays} replays"
             yield "ledger", text, f"{wanted[0]} specialised and {wanted[1]} standard runs"
-
-
-def _symbols(header: Line, entry: Line, cell: Line, ledger_symbols: frozenset[str]) -> Iterator[Problem]:
-    """Kernels that the profiler saw too often, too rarely, or that nobody names."""
-    if cell["kernels"] is None:
-        return  # no profiler: judged as a whole
-    replays = int(cell["replays"])
-    seen = Counter({_kernel(row): int(row["count"]) for row in cell["kernels"]})
-    expected = Counter({_kernel(row): 0 for site in entry["sites"] for row in site["launches"]})
-    for site in entry["sites"]:
-        expected.update({_kernel(row): replays for row in site["launches"]})
-    for kernel, count in expected.items():
-        if seen[kernel] != count:
-            yield "symbols", f"{_named(kernel)} ran {seen[kernel]} times in {replays} replays", f"{count} times"
-    others = {kernel: count for kernel, count in seen.items() if kernel not in expected}
-    own = {name for names in header["symbols"][entry["geometry"]].values() for name in names}
-    for kernel in sorted((kernel for kernel in others if kernel[0] in own), key=str):
-        yield (
-            "symbols",
-            f"{_named(kernel)} ran {others.pop(kernel)} times and no captured site launches it",
-            "not at all",
-        )
-    standard = sum(site["path"] == "standard" for site in entry["sites"])
-    counted = sum(count for kernel, count in others.items() if kernel[0] in ledger_symbols)
-    if counted < replays or (counted != replays and not standard):
-        yield "symbols", f"the ledger's kernel ran {counted} times in {replays} replays", f"{replays} times"
-    foreign = {kernel: count for kernel, count in others.items() if kernel[0] not in ledger_symbols}
-    if not standard:
-        for kernel, count in sorted(foreign.items(), key=str):
-            yield "symbols", f"unknown {_named(kernel)} ran {count} times", "only kernels that descriptors name"
-        return
-    for kernel, count in sorted(foreign.items(), key=str):
-        if count % replays:
-            yield "symbols", f"{_named(kernel)} ran {count} times in {replays} replays", "as often in every replay"
-    if sum(foreign.values()) < replays * standard:
-        text = f"{sum(foreign.values())} kernels beside the descriptors' for {standard} standard sites"
-        yield "symbols", text, "at least one kernel of each standard site in each replay"
-
-
-Kernel = tuple[str, int | None, int | None, int | None]
-"""Symbol, threads, registers, bytes of shared memory."""
-
-
-def _kernel(row: Line) -> Kernel:
-    return str(row["name"]), row["block"], row["registers"], row["shared"]
-
-
-def _named(kernel: Kernel) -> str:
-    name, block, registers, shared = kernel
-    return f"kernel {name} ({block} threads, {registers} registers, {shared} B shared)"
 
 
 def _distances(cell: Line) -> Iterator[Problem]:
@@ -267,14 +213,16 @@ def _failure(header: Line, line: Line) -> Finding:
     return Finding(f"path.{failure['failure']}", str(failure["message"]), where, rule, str(header["command"]))
 
 
-def _unprofiled(header: Line, loads: Sequence[Line]) -> Iterator[Finding]:
-    """Loads after which no kernel could be counted."""
-    for load in loads:
-        reason = load["profiler"]["obstacle"]
-        if reason is not None:
-            text = f"no kernel symbols: {reason}"
-            rule = "a profiler that counts kernels (CUPTI), permitted for this user"
-            yield Finding("path.no_profiler", text, str(load["geometry"]), rule, str(header["command"]))
+def _unprofiled(header: Line, loads: Sequence[Line], cells: Sequence[Line]) -> Iterator[Finding]:
+    """Loads after which no kernel could be counted, and cells in which none was."""
+    reasons = [(str(load["geometry"]), load["profiler"]["obstacle"]) for load in loads]
+    seen = [(where, str(reason)) for where, reason in reasons if reason is not None]
+    if not seen:
+        bare = (cell for cell in cells if cell["kernels"] is None and cell["skipped"] is None)
+        seen = [(str(cell["id"]), "the cell has none") for cell in bare]
+    for where, reason in seen:
+        rule = "a profiler that counts kernels (CUPTI), permitted for this user"
+        yield Finding("path.no_profiler", f"no kernel symbols: {reason}", where, rule, str(header["command"]))
 
 
 def _power(header: Line, cell: Line) -> Iterator[Finding]:

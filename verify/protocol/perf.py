@@ -33,13 +33,14 @@ from verify.protocol.perf_checks import (
 )
 from verify.protocol.perf_codes import CODES
 from verify.protocol.perf_data import BlockError, StageData, blocks_of, interrupted, stage_data
-from verify.protocol.perf_plan import PROTOCOL_ID, CellPlan, Claim, Plan, PlanError, Stage
+from verify.protocol.perf_plan import PROTOCOL_ID, PROTOCOL_IDS, CellPlan, Claim, Plan, PlanError, Stage
 
 __all__ = [
     "CODES",
     "FUTILITY_BLOCKS",
     "FUTILITY_LOSS",
     "PROTOCOL_ID",
+    "PROTOCOL_IDS",
     "State",
     "below_floor",
     "decide",

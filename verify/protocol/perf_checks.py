@@ -133,16 +133,17 @@ def control_bounds(data: StageData) -> tuple[float, float, float]:
 def _arm_cells(plan: Plan, lines: Iterable[Line]) -> Iterator[tuple[str, str, Mapping[str, Any], Sequence[str]]]:
     """(where, arm, cell record, checks that it must have) of every cell of every block, specialised arms only.
 
-    Steps are compared with the standard arm where it takes part, everything else but the best with the best.
+    Steps, and on a GPU everything, are compared with the standard arm where it takes part; all but the best with it.
     """
     stages = {stage.name: stage for stage in plan.stages}
+    met = {cell.key for cell in plan.cells if plan.meets_standard(cell)}
     for line in lines:
         if line.get("kind") != "block":
             continue
         standard = stages[line["stage"]].has("standard")
         for cell in line["cells"]:
             for arm in cell["paths"]:
-                required = ["output_broken"] if standard and cell["key"].startswith("step/") else []
+                required = ["output_broken"] if standard and cell["key"] in met else []
                 required += ["chain_broken"] if arm != "best" else []
                 yield f"{cell['key']}, block {line['stage']}/{line['block']}", arm, cell, required
 

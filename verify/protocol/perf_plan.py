@@ -9,18 +9,22 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, cast
 
 from verify.protocol.floors import Traffic
 
 __all__ = [
-    "ARMS", "CONTROL_ALPHA", "MIN_ROUNDS", "MIN_SLICE_NS", "PROTOCOL_ID", "CellPlan", "Claim", "Plan", "PlanError",
-    "Stage", "cell_order", "plan_stages", "seed_digest", "slice_order",
+    "ARMS", "CONTROL_ALPHA", "CUDA_PROTOCOL_ID", "MIN_ROUNDS", "MIN_SLICE_NS", "PROTOCOL_ID", "PROTOCOL_IDS",
+    "CellPlan", "Claim", "Plan", "PlanError", "Stage", "cell_order", "plan_stages", "seed_digest", "slice_order",
 ]  # fmt: skip
 
 PROTOCOL_ID = "perf/3"
+CUDA_PROTOCOL_ID = "perf-cuda/1"
+"""On a GPU: a call is one replay of a graph of several half-layers, or calls of one op, each on weights of its own; all
+arms run the same number of them, the standard arm too."""
+PROTOCOL_IDS = (PROTOCOL_ID, CUDA_PROTOCOL_ID)
 
 ARMS = ("standard", "best", "candidate", "control")
 """`control` is a second process of the current best, entered as if it were a candidate."""
@@ -112,6 +116,19 @@ class Plan:
     """Cells of which at least one must be faster than the best; empty where claims name the cells."""
     command: str
     """Measures again."""
+    protocol: str = PROTOCOL_ID
+    """One of `PROTOCOL_IDS`."""
+    chains: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """On a GPU: cell key -> `geometry` of its shapes and `copies`, half-layers or calls of one replay."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether calls are replays of a graph."""
+        return self.protocol == CUDA_PROTOCOL_ID
+
+    def meets_standard(self, cell: CellPlan) -> bool:
+        """Whether the standard arm runs the same calls of a cell, so that its outputs must be those of the others."""
+        return cell.is_step or self.on_gpu
 
     @property
     def margin(self) -> float:
@@ -138,7 +155,7 @@ class Plan:
         return {
             "kind": "header",
             "gate": "perf",
-            "protocol": PROTOCOL_ID,
+            "protocol": self.protocol,
             **{name: getattr(self, name) for name in _SCALARS},
             "arms": dict(self.arms),
             "stages": [asdict(stage) for stage in self.stages],
@@ -147,6 +164,7 @@ class Plan:
                 for cell in self.cells
             ],
             "gain_cells": list(self.gain_cells),
+            **({"chains": {key: dict(chain) for key, chain in self.chains.items()}} if self.on_gpu else {}),
         }
 
     @classmethod
@@ -156,8 +174,10 @@ class Plan:
         Raises:
             PlanError: a field is missing or malformed, or the plan could not control its error.
         """
-        if header.get("protocol") != PROTOCOL_ID:
-            raise PlanError(f"the header names protocol {header.get('protocol')!r}; this code implements {PROTOCOL_ID}")
+        protocol = header.get("protocol")
+        if protocol not in PROTOCOL_IDS:
+            known = " and ".join(PROTOCOL_IDS)
+            raise PlanError(f"the header names protocol {protocol!r}; this code implements {known}")
         try:
             plan = cls(
                 **{name: header[name] for name in _SCALARS},
@@ -165,6 +185,8 @@ class Plan:
                 stages=tuple(Stage(**stage) for stage in header["stages"]),
                 cells=tuple(_cell(cell) for cell in header["cells"]),
                 gain_cells=tuple(header["gain_cells"]),
+                protocol=protocol,
+                chains=header["chains"] if protocol == CUDA_PROTOCOL_ID else {},
             )
             plan.check()
         except PlanError:
@@ -193,6 +215,8 @@ class Plan:
             (spent <= budget * (1 + 1e-9), f"stage levels multiply to {spent:.2g}, at most {budget:.2g}"),
             (0 <= self.band <= 0.1, "the band is a fraction between 0 and 0.1"),
             (self._claims_gain(), "something must be faster than the current best"),
+            (set(self.chains) == (set(self.keys) if self.on_gpu else set()), "every cell on a GPU has a chain"),
+            (all(chain["copies"] >= 1 for chain in self.chains.values()), "chains have a call or more"),
             (set(self.arms) == {"standard", "best", "candidate"}, "the arms are standard, best and candidate"),
         )
         for holds, rule in rules:

@@ -55,6 +55,7 @@ _AREAS = {
     "tune": "verify.workers.tune_methods",
     "card": "verify.workers.card_methods",
     "half": "verify.workers.half_methods",
+    "chain": "verify.workers.chain_methods",
 }
 
 

@@ -56,23 +56,23 @@ def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     partial_lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=query.device)
     _attend[(splits, groups, requests)](
         query, cache, table, lengths, partial, partial_lse, float(a["scale"]) * LOG2_E, table.shape[1], rows,
-        TOKENS=tokens, HEADS=heads, ROW=row, KL=kv_lora, PE=row - kv_lora, PAGE=page, SPLITS=splits,
+        splits, TOKENS=tokens, HEADS=heads, ROW=row, KL=kv_lora, PE=row - kv_lora, PAGE=page,
         QUERY_ROWS=QUERY_ROWS, TILE=TILE, num_warps=4, num_stages=2,
     )  # fmt: skip
     out = torch.empty(rows, heads, kv_lora, dtype=torch.bfloat16, device=query.device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=query.device)
     _merge[(rows * heads,)](
-        partial, partial_lse, out, lse, rows * heads, KL=kv_lora, SPLITS=splits,
-        SPLITS_PADDED=triton.next_power_of_2(splits), num_warps=4,
+        partial, partial_lse, out, lse, rows * heads, splits, KL=kv_lora, PADDED=triton.next_power_of_2(splits),
+        num_warps=4,
     )  # fmt: skip
     return {"out": out, "lse": lse}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["max_pages", "rows", "splits"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    query, cache, table, lengths, partial, partial_lse, scale, max_pages, rows,
+    query, cache, table, lengths, partial, partial_lse, scale, max_pages, rows, splits,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, ROW: tl.constexpr, KL: tl.constexpr, PE: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, QUERY_ROWS: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, QUERY_ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     split, group, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
@@ -85,7 +85,7 @@ def _attend(  # type: ignore[no-untyped-def]
     q_pe = tl.load(query + line[:, None] * ROW + KL + rope[None, :], mask=real[:, None], other=0.0)
     sees = tl.where(length > 0, length - TOKENS + token + 1, 0)
 
-    each = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
+    each = tl.cdiv(tl.cdiv(length, TILE), splits) * TILE
     first = split * each
     end = tl.minimum(first + each, length)
     top = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
@@ -117,20 +117,20 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(partial_lse + at, lse, mask=real)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["lines", "splits"])  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
-    partial, partial_lse, out, lse, lines, KL: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr
+    partial, partial_lse, out, lse, lines, splits, KL: tl.constexpr, PADDED: tl.constexpr
 ):
     line = tl.program_id(0)
-    split = tl.arange(0, SPLITS_PADDED)
-    known = tl.load(partial_lse + split * lines + line, mask=split < SPLITS, other=float("-inf"))
+    split = tl.arange(0, PADDED)
+    known = tl.load(partial_lse + split * lines + line, mask=split < splits, other=float("-inf"))
     top = tl.max(known, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(known - base), 0)
     latent = tl.arange(0, KL)
     acc = tl.zeros([KL], tl.float32)
     place = partial + line.to(tl.int64) * KL + latent
-    for at in range(SPLITS):
+    for at in range(splits):
         weight = tl.exp2(tl.load(partial_lse + at * lines + line) - base)
         acc += weight * tl.load(place)
         place += lines * KL

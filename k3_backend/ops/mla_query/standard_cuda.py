@@ -1,12 +1,13 @@
-"""MLA query path and cache insert as stock serving runs it on a GPU: cuBLAS products, plain torch around them.
+"""MLA query path and cache insert as stock serving runs it on a GPU: cuBLAS products, a fused norm-and-insert kernel.
 
-Can be captured in a CUDA graph: nothing reads a value on the host. A row without a target rewrites cache row 0, which
-lies in null page 0, with what it holds.
+Can be captured in a CUDA graph: nothing reads a value on the host.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,16 +27,30 @@ def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     q_norm, kv_norm, row = need(t, "q_norm"), need(t, "kv_norm"), cache.shape[-1]
     q_lora, kv_lora = q_norm.shape[0], kv_norm.shape[0]
     heads, nope, _ = w_uk_t.shape
-    rows = proj.shape[0]
+    rows, width = proj.shape
 
     c = functional.rms_norm(proj[:, :q_lora], (q_lora,), q_norm, a["eps"])
     q = functional.linear(c, need(t, "w_qb")).view(rows, heads, -1)
     absorbed = torch.bmm(q[..., :nope].transpose(0, 1), w_uk_t).transpose(0, 1)
     query = torch.cat([absorbed, q[..., nope:]], -1)
-
-    latent = functional.rms_norm(proj[:, q_lora : q_lora + kv_lora], (kv_lora,), kv_norm, a["eps"])
-    new = torch.cat([latent, proj[:, q_lora + kv_lora : q_lora + row]], -1)
-    flat, target = cache.view(-1, row), need(t, "slot_mapping")
-    place = target.clamp(min=0)
-    flat.index_copy_(0, place, torch.where((target >= 0).unsqueeze(1), new, flat[:1]))
+    _insert[(rows,)](
+        proj, kv_norm, need(t, "slot_mapping"), cache, width, float(a["eps"]), FIRST=q_lora, KL=kv_lora,
+        PE=row - kv_lora, num_warps=4,
+    )  # fmt: skip
     return {"query": query}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _insert(  # type: ignore[no-untyped-def]
+    proj, kv_norm, slot_mapping, cache, width, eps, FIRST: tl.constexpr, KL: tl.constexpr, PE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(slot_mapping + row)
+    if target >= 0:
+        latent, rope = tl.arange(0, KL), tl.arange(0, PE)
+        value = tl.load(proj + row * width + FIRST + latent).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 0) / KL + eps)
+        normed = value * scale * tl.load(kv_norm + latent).to(tl.float32)
+        place = cache + target * (KL + PE)
+        tl.store(place + latent, normed.to(tl.bfloat16))
+        tl.store(place + KL + rope, tl.load(proj + row * width + FIRST + KL + rope))

@@ -23,14 +23,15 @@ from verify.kit.build import Arm, describe, kit_files, make_kit
 from verify.kit.machine import Machine
 from verify.kit.manifest import KitManifest, Unit
 from verify.protocol import chain
+from verify.protocol.floors import Ceilings
 from verify.workers import card_methods, half_methods
 from verify.workers.main import Session
 
 ROOT = Path(__file__).resolve().parents[3]
 ARCH = "sm_90a"
 BOOTSTRAP = (
-    f"import sys; sys.path[:0] = [sys.argv[1], {str(Path(__file__).parent)!r}]; import fake_card, fake_half_card; "
-    "fake_card.install(); fake_half_card.install(); "
+    f"import sys; sys.path[:0] = [sys.argv[1], {str(Path(__file__).parent)!r}]; import fake_card; "
+    "import fake_chain, fake_half_card; fake_card.install(); fake_chain.install(); fake_half_card.install(); "
     "from verify.workers.main import main; main()"
 )
 
@@ -43,8 +44,18 @@ class FakeMachine(Machine):
     def evaluator(self) -> Any:
         return torch.device("cpu")
 
-    def require(self, compute_capability: tuple[int, int]) -> None:
+    def require(self, compute_capability: tuple[int, int], packages: Mapping[str, str] | None = None) -> None:
+        del packages
         assert compute_capability == (9, 0)
+
+    def ceilings(self) -> Ceilings:
+        table = ((24 << 20, 1e6), (1 << 30, 1e6))
+        return Ceilings(
+            threads=1, read=table, write=table, copy=table, fma_gflops=1e9, bf16_gflops=1e9, bf16_unit="none"
+        )
+
+    def standard_path(self) -> dict[str, str]:
+        return {"torch": torch.__version__, "kda_decode": "torch"}
 
     def describe(self) -> dict[str, Any]:
         return {"gpu": {"name": "fake", "uuid_sha256": "0" * 64}, "gpu_missing": {}, "cuda": None}
@@ -110,15 +121,17 @@ def small(settings: Settings, **changes: Any) -> tuple[Target, Tier]:
 
 
 def write_fake_kit(
-    out: Path, arm: Arm, settings: Settings, gates: tuple[str, ...] = ("kernels",), **changes: Any
-) -> KitManifest:
+    out: Path, arm: Arm, settings: Settings, *, gates: tuple[str, ...] = ("kernels",), best: Arm | None = None,
+    plans: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any,
+) -> KitManifest:  # fmt: skip
     """A kit folder of this checkout's sources."""
+    arms = {"candidate": arm} if best is None else {"candidate": arm, "best": best}
     target, tier = small(settings, **changes)
     described = describe(
         target, tier, base="b" * 40, head="c" * 40, trees={"base": "d" * 40, "head": "e" * 40}, gates=gates,
-        arms={"candidate": arm}, mutants={}, command="fasttrack verify --candidate c",
+        arms=arms, mutants={}, command="fasttrack verify --candidate c", plans=plans,
     )  # fmt: skip
-    files = kit_files(ROOT, {"candidate": arm})
+    files = kit_files(ROOT, arms)
     listed = {
         name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in sorted(files.items())
     }

@@ -349,6 +349,10 @@ def _nan_result(lines: Lines) -> None:
     next(iter(_cell(lines)["results"].values()))["distance"]["nonfinite"] = 1
 
 
+def _unseen(lines: Lines) -> None:
+    _cell(lines)["kernels"] = None
+
+
 def _lax(lines: Lines) -> None:
     """A standard path so far off that anything would pass."""
     next(iter(_cell(lines)["results"].values()))["standard"]["mean"] = 0.5
@@ -373,6 +377,7 @@ RULES: list[tuple[Callable[[Lines], None], str, str]] = [
     (_other_sites, "failed", "path.ledger"),
     (_ledger_of_others, "failed", "path.ledger"),
     (_nan_result, "failed", "path.step_mismatch"),
+    (_unseen, "not_evaluated", "path.no_profiler"),
     (_lax, "inconclusive", "path.no_power"),
 ]
 

@@ -8,6 +8,8 @@ cells outside the plan, precision (kernels gate), or which kernels a served step
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from harness.records import EvidenceClass, GateResult
 from k3_backend.geometry import geometry
@@ -16,12 +18,14 @@ from verify.bench.ceilings import measure_ceilings
 from verify.context import Arms, GateContext
 from verify.gates.arms import best_arm, candidate_arm, obstacle, standard_arm
 from verify.gates.common import gate_guard, to_result
-from verify.gates.perf.campaign import run_campaign
+from verify.gates.kit import from_kit
 from verify.gates.perf.plan import make_plan
 from verify.gates.perf.workers import WorkerSampler
+from verify.protocol.decision import Line
 from verify.protocol.lines import last_attempt, of_kind
 from verify.protocol.perf import PROTOCOL_ID, below_floor, decide
-from verify.protocol.perf_plan import Plan
+from verify.protocol.perf_plan import CUDA_PROTOCOL_ID, Plan
+from verify.timing.campaign import run_campaign
 
 __all__ = ["PROTOCOL_ID", "THREADS", "run"]
 
@@ -34,6 +38,8 @@ MORE_CEILINGS = 3
 @gate_guard("perf", PROTOCOL_ID)
 def run(ctx: GateContext) -> GateResult:
     """Measure, or go on where an interrupted attempt stopped, and decide."""
+    if ctx.target.device != "cpu":
+        return from_kit("perf", CUDA_PROTOCOL_ID, ctx, decide, _cuda_detail)
     started = time.monotonic()
     blocked = obstacle("perf", ctx)
     if blocked is not None:
@@ -80,3 +86,18 @@ def _check_ceilings(ctx: GateContext) -> None:
         if not below_floor(ctx.evidence.lines("perf")):
             return
         _add_ceilings(ctx)
+
+
+def _cuda_detail(lines: Sequence[Line]) -> dict[str, Any]:
+    """Beside the table: versions of the standard path, and where the candidate declares that it runs it."""
+    header = lines[0]
+    declared: dict[str, set[str]] = {}
+    for line in lines:
+        for cell in line["cells"] if line["kind"] == "block" else ():
+            for site in cell["facts"]["candidate"]["sites"]:
+                if site["path"] == "standard":
+                    declared.setdefault(f"{site['op']}: {site['message']}", set()).add(cell["key"])
+    return {
+        "standard": header["standard"],
+        "declared_standard": {what: sorted(keys) for what, keys in sorted(declared.items())},
+    }

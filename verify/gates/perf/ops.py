@@ -23,8 +23,8 @@ from k3_backend.ops.interface import TensorSpec
 from k3_backend.ops.registry import reference
 from verify.evaluator.inputs import Case, make
 from verify.evaluator.worker import Worker
-from verify.gates.perf.compare import Left, against_reference
 from verify.protocol.perf_plan import CellPlan
+from verify.timing.compare import Left, against_reference
 from verify.workers.contents import fill_cache, generator
 from verify.workers.shared import ALIGNMENT, ITEM_BYTES, STORAGE, View
 

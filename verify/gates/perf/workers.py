@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import os
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,10 +14,11 @@ import numpy as np
 from k3_backend.geometry import Geometry
 from verify.evaluator.worker import ArmSpec, Worker, WorkerFailure
 from verify.gates.arms import side_by_side
-from verify.gates.perf.compare import Left
 from verify.gates.perf.ops import OpCell
-from verify.gates.perf.sampler import ArmFault, Paths, Slice
 from verify.protocol.perf_plan import CellPlan
+from verify.timing.compare import Left
+from verify.timing.load import ForeignTime
+from verify.timing.sampler import ArmFault, Paths, Slice
 from verify.workers.shared import View
 
 __all__ = ["WorkerBlock", "WorkerSampler"]
@@ -112,7 +110,7 @@ class WorkerBlock:
         self._outputs: dict[str, View] = {}
         self._slices: dict[str, tuple[int, int]] = {}
         """Arm -> calls per slice, and slices run since the last reset."""
-        self._clock = _Foreign(workers.values())
+        self._clock = ForeignTime(workers.values())
         steps = [cell.cell for cell in cells if cell.is_step]
         if steps:
             sizes = {
@@ -202,6 +200,10 @@ class WorkerBlock:
         """See `Block.reference`."""
         return {} if cell.is_step else self._op(cell).reference(left)
 
+    def facts(self, arm: str, cell: CellPlan) -> Mapping[str, Any]:  # noqa: ARG002
+        """None: the header names the artifacts, and no site of a step has a choice."""
+        return {}
+
     def foreign_share(self) -> float:
         """See `Block.foreign_share`."""
         return self._clock.share()
@@ -255,35 +257,3 @@ def _untimed(calls: int) -> int:
 def bf16_values(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """f32 values of a bf16 tensor given as its bits in u16; a copy."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-class _Foreign:
-    """CPU time of the machine that neither this process nor the workers used, from the host's kernel."""
-
-    def __init__(self, workers: Iterator[Worker] | Any) -> None:
-        self._workers = list(workers)
-        self._start = self._read()
-
-    def share(self) -> float:
-        """Share of all CPU time since construction."""
-        now = self._read()
-        total, busy, own = (after - before for after, before in zip(now, self._start, strict=True))
-        return max(0.0, (busy - own) / total) if total > 0 else 0.0
-
-    def _read(self) -> tuple[float, float, float]:
-        """(all, busy, own) CPU seconds since boot."""
-        fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-        tick = os.sysconf("SC_CLK_TCK")
-        idle = fields[3] + fields[4]
-        own = time.process_time() * tick + math.fsum(_ticks(task) for w in self._workers for task in w.tasks())
-        return sum(fields[:8]) / tick, (sum(fields[:8]) - idle) / tick, own / tick
-
-
-def _ticks(task: int) -> int:
-    """User and system ticks of one thread; 0 if it is gone."""
-    try:
-        text = Path(f"/proc/{task}/task/{task}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    fields = text.rsplit(")", 1)[1].split()
-    return int(fields[11]) + int(fields[12])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from verify.gates.perf.compare import Left
 from verify.protocol.perf_plan import CellPlan
+from verify.timing.compare import Left
 
 __all__ = ["ArmFault", "Block", "Paths", "Sampler", "Slice"]
 
@@ -70,6 +70,9 @@ class Block(Protocol):
 
     def reference(self, cell: CellPlan, left: Left) -> Mapping[str, float]:
         """Distance of sampled calls from the evaluator's own expected values; empty for whole steps."""
+
+    def facts(self, arm: str, cell: CellPlan) -> Mapping[str, Any]:
+        """What an arm runs in a cell, for the record; nothing is decided by it."""
 
     def foreign_share(self) -> float:
         """Share of the machine's CPU time since the block began that other processes used."""

@@ -11,13 +11,10 @@ import math
 import os
 import secrets
 import statistics
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
-from harness.progress import Progress
-from harness.store import EvidenceSink
-from verify.gates.perf.compare import Left, against_best, against_standard
-from verify.gates.perf.sampler import ArmFault, Block, Sampler, Slice
 from verify.protocol.lines import last_attempt, of_kind
 from verify.protocol.perf import state
 from verify.protocol.perf_data import blocks_of, order_code
@@ -31,17 +28,33 @@ from verify.protocol.perf_plan import (
     seed_digest,
     slice_order,
 )
+from verify.timing.compare import Left, against_best, against_standard
+from verify.timing.sampler import ArmFault, Block, Sampler, Slice
 
-__all__ = ["MAX_ROUNDS", "SLICE_NS", "SliceTooShort", "calls_for", "measure_stage", "run_campaign"]
+__all__ = ["MAX_ROUNDS", "SLICE_NS", "Evidence", "SliceTooShort", "calls_for", "measure_stage", "run_campaign"]
 
 SLICE_NS = 3_000_000
 """Duration of a slice that calibration aims at. The shorter, the more noise its round has in common; much shorter, and
 asking and answering would count."""
 VISIT_NS = 120_000_000
 """Time per compared arm and visit, in as many slices as that makes, within `MIN_ROUNDS` and `MAX_ROUNDS`."""
+GPU_VISIT_NS = 40_000_000
+"""The same on a GPU, whose slices differ by a tenth of what those on shared cores do."""
 MAX_ROUNDS = 40
 _MAX_TRIES = 8
 _PROBES = 3
+
+
+class Evidence(Protocol):
+    """Where raw lines go: append-only, fsynced per line."""
+
+    def lines(self, gate: str, /) -> list[dict[str, Any]]:
+        """All lines of a gate so far."""
+        ...
+
+    def append(self, gate: str, line: Mapping[str, Any], /) -> None:
+        """Add a line."""
+        ...
 
 
 class SliceTooShort(Exception):  # noqa: N818 - error classes are named for the finding
@@ -56,11 +69,12 @@ class SliceTooShort(Exception):  # noqa: N818 - error classes are named for the 
 def run_campaign(
     plan: Plan,
     sampler: Sampler,
-    evidence: EvidenceSink,
-    progress: Progress,
+    evidence: Evidence,
+    progress: Callable[[str], None],
     *,
     draw_seed: Callable[[], str] = lambda: secrets.token_hex(16),
     before_end: Callable[[], None] = lambda: None,
+    over: Callable[[], bool] = lambda: False,
 ) -> None:
     """Measure until `state` says that nothing is left, then write the end line.
 
@@ -71,9 +85,12 @@ def run_campaign(
         progress: one message per block.
         draw_seed: secret of a block, drawn right before it.
         before_end: called when nothing is left to measure; may append lines.
+        over: asked before every block: whether to stop here, without an end line, to be resumed.
     """
     calls = _known_calls(evidence)
     while (now := state(evidence.lines("perf"))).stage is not None:
+        if over():
+            return
         progress(f"perf: stage {now.stage.name}, block {now.block + 1} of {now.stage.blocks}")
         _run_block(plan, now.stage, now.block, sampler, evidence, draw_seed(), calls)
     attempt = last_attempt(evidence.lines("perf"))
@@ -82,7 +99,9 @@ def run_campaign(
         evidence.append("perf", {"kind": "end", "why": now.why})
 
 
-def measure_stage(plan: Plan, stage: Stage, sampler: Sampler, evidence: EvidenceSink, progress: Progress) -> None:
+def measure_stage(
+    plan: Plan, stage: Stage, sampler: Sampler, evidence: Evidence, progress: Callable[[str], None]
+) -> None:
     """Measure all missing blocks of a stage whatever they say, until an arm fails: for A/A records, not verdicts."""
     calls = _known_calls(evidence)
     done = len(blocks_of(evidence.lines("perf"), stage))
@@ -93,7 +112,7 @@ def measure_stage(plan: Plan, stage: Stage, sampler: Sampler, evidence: Evidence
             return
 
 
-def _known_calls(evidence: EvidenceSink) -> dict[str, _Calls]:
+def _known_calls(evidence: Evidence) -> dict[str, _Calls]:
     """Cell -> what a visit consisted of in the latest block."""
     calls: dict[str, _Calls] = {}
     for line in of_kind(evidence.lines("perf"), "block"):
@@ -102,9 +121,10 @@ def _known_calls(evidence: EvidenceSink) -> dict[str, _Calls]:
 
 
 def _run_block(
-    plan: Plan, stage: Stage, number: int, sampler: Sampler, evidence: EvidenceSink, seed: str, calls: dict[str, _Calls]
+    plan: Plan, stage: Stage, number: int, sampler: Sampler, evidence: Evidence, seed: str, calls: dict[str, _Calls]
 ) -> None:
     place = {"stage": stage.name, "block": number}
+    started = time.monotonic()
     evidence.append("perf", {"kind": "begin", **place, "seed_sha256": seed_digest(seed)})
     visit: _Visit | None = None
     try:
@@ -113,6 +133,7 @@ def _run_block(
             visit.run()
             load = {"foreign_share": block.foreign_share(), "average_1min": os.getloadavg()[0]}
         line = {"kind": "block", **place, "seed": seed, "order": visit.order, "cells": visit.lines(), "load": load}
+        line["seconds"] = time.monotonic() - started
         evidence.append("perf", line)
     except ArmFault as fault:
         key = visit.key if visit is not None else None
@@ -168,6 +189,7 @@ class _Visit:
     """The cells of one block."""
 
     def __init__(self, plan: Plan, stage: Stage, seed: str, block: Block, calls: dict[str, _Calls]) -> None:
+        self.plan = plan
         self.cells = {cell.key: cell for cell in plan.cells}
         self.stage = stage
         self.seed = seed
@@ -184,7 +206,9 @@ class _Visit:
         """Visit every cell; one whose slices got too short starts again."""
         for key in self.order:
             self.key = key
+            started = time.monotonic()
             self._lines[key] = self._visit(self.cells[key])
+            self._lines[key]["seconds"] = time.monotonic() - started
         self.key = None
 
     def lines(self) -> list[dict[str, Any]]:
@@ -205,15 +229,21 @@ class _Visit:
 
     def _calibrated(self, cell: CellPlan) -> _Calls:
         """Slices of `SLICE_NS` for the faster of the compared arms and for the standard arm; rounds for `VISIT_NS`."""
-        fitting = {arm: calls_for(self.block, arm, cell, SLICE_NS) for arm in self.stage.arms if arm != "control"}
+        same = self.plan.on_gpu
+        arms = [arm for arm in self.stage.arms if arm != "control" and not (same and arm == "standard")]
+        fitting = {arm: calls_for(self.block, arm, cell, SLICE_NS) for arm in arms}
         others = max(fitting["best"], fitting["candidate"])
         taken = _quickest(self.block, "best", cell, others)
-        rounds = 2 * math.ceil(max(MIN_ROUNDS, min(MAX_ROUNDS, VISIT_NS / taken)) / 2)
-        return _Calls(others, fitting.get("standard", 1), rounds)
+        wanted = (GPU_VISIT_NS if same else VISIT_NS) / taken
+        rounds = 2 * math.ceil(max(MIN_ROUNDS, min(MAX_ROUNDS, wanted)) / 2)
+        return _Calls(others, others if same else fitting.get("standard", 1), rounds)
 
     def _longer(self, cell: CellPlan, calls: _Calls, short: SliceTooShort) -> _Calls:
         """Enough more calls that the short slices would have lasted."""
         factor, most = max(1.25, SLICE_NS / short.nanoseconds), self.block.most(cell)
+        if self.plan.on_gpu:
+            longer = min(most, math.ceil(calls.others * factor))
+            return calls._replace(others=longer, standard=longer)
         if short.arm == "standard":
             return calls._replace(standard=min(most, math.ceil(calls.standard * factor)))
         return calls._replace(others=min(most, math.ceil(calls.others * factor)))
@@ -246,6 +276,7 @@ class _Visit:
             again = 1 + secrets.randbelow(calls.others)
             for arm in compared:
                 block.again(arm, cell, again)
+        facts = {arm: dict(block.facts(arm, cell)) for arm in arms}
         return {
             "key": cell.key,
             "calls": calls.others,
@@ -258,6 +289,7 @@ class _Visit:
             "worker_ns": [taken.worker_ns for _, taken in slices],
             "checks": self._checks(cell, compared, early),
             "paths": {arm: block.paths(arm, cell)._asdict() for arm in compared},
+            **({"facts": facts} if any(facts.values()) else {}),
         }
 
     def _checks(self, cell: CellPlan, compared: list[str], early: dict[str, Left]) -> dict[str, dict[str, float]]:

@@ -10,14 +10,14 @@ import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["obstacle", "traced"]
+__all__ = ["counted", "obstacle", "traced"]
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of the trace's events that the GPU executed."""
@@ -41,6 +41,11 @@ def traced(run: Callable[[], None]) -> list[dict[str, Any]]:
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    return counted(events)
+
+
+def counted(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of `traced` from the events of a trace."""
     found: Counter[str] = Counter()
     for event in events:
         if event.get("cat") in _ON_DEVICE:

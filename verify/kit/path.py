@@ -30,7 +30,7 @@ from verify.kit.half_walk import Expected, expect, walk_half
 from verify.kit.manifest import Unit
 from verify.kit.path_plan import Planned, draw_plan, read_choices, symbols
 from verify.protocol.kernels_cuda import EVALUATOR_FAILED
-from verify.protocol.path_cuda import cell_findings
+from verify.protocol.path_cuda import cell_findings, ledger_symbols
 from verify.protocol.path_cuda_record import PROTOCOL_ID
 
 __all__ = ["run"]
@@ -105,7 +105,7 @@ class _Geometry:
         self.units = {unit.op: unit for unit in kit.manifest.units(ARM) if unit.geometry == name}
         self.entries = {entry["id"]: entry for entry in header["plan"]}
         self.bad: Counter[str] = Counter()
-        self.ledgers: frozenset[str] = frozenset()
+        self.ledgers = ledger_symbols(kit.results.lines(GATE))
         self.profile = False
         self.constants: dict[str, Constants] = {}
         self.last: tuple[tuple[Any, ...], Expected] | None = None
@@ -153,10 +153,10 @@ class _Geometry:
             }
             line |= {"device": answer["device"], "profiler": self.kit.without_folders(answer["profiler"])}
             self.profile = answer["profiler"]["obstacle"] is None
-            self.ledgers |= {str(answer["profiler"]["ledger"])}
         except WorkerFailure as failure:
             line["failure"], worker = self.kit.without_folders(failure.record()), None
         self.kit.results.append(GATE, line)
+        self.ledgers = ledger_symbols(self.kit.results.lines(GATE))
         return worker
 
     def _cell(self, worker: Client | None, planned: Planned) -> bool:

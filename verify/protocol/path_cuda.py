@@ -25,7 +25,7 @@ from verify.protocol.path_cuda_record import HALF_LAYERS, PROTOCOL_ID
 from verify.protocol.path_cuda_symbols import Problem, symbol_problems
 from verify.protocol.step_distance import MEASURES, grouped, step_exceeds, step_tolerance
 
-__all__ = ["DECLARABLE", "HALF_LAYERS", "PROTOCOL_ID", "cell_findings", "decide", "label"]
+__all__ = ["DECLARABLE", "HALF_LAYERS", "PROTOCOL_ID", "cell_findings", "decide", "label", "ledger_symbols"]
 
 DECLARABLE = "op.no_schedule"
 """The only reason for which a plan may declare a fallback: the schedule has no bucket for the call."""
@@ -58,7 +58,7 @@ def decide(lines: Sequence[Line]) -> Decision:
     loads, cells, marks = (_of_kind(lines, kind) for kind in ("load", "cell", "watermark"))
     findings = [finding for load in loads for finding in _load(header, load)]
     plan = {str(entry["id"]): entry for entry in header["plan"]}
-    ledgers = _ledger_symbols(loads)
+    ledgers = ledger_symbols(lines)
     for cell in cells:
         findings += cell_findings(header, plan[str(cell["id"])], cell, ledgers)
     for mark in marks:
@@ -79,14 +79,14 @@ def label(entry: Line) -> str:
     return f"{entry['half']} half-layer on {entry['geometry']}"
 
 
-def cell_findings(header: Line, entry: Line, cell: Line, ledger_symbols: frozenset[str]) -> Iterator[Finding]:
+def cell_findings(header: Line, entry: Line, cell: Line, ledgers: frozenset[str]) -> Iterator[Finding]:
     """Everything that is wrong with one cell.
 
     Args:
         header: of the record.
         entry: the cell's plan.
         cell: its line.
-        ledger_symbols: kernels of the ledger, as the loads found them.
+        ledgers: kernels of the ledger, as the loads found them (`ledger_symbols`).
     """
     if cell["failure"] is not None:
         yield _failure(header, cell)
@@ -96,7 +96,7 @@ def cell_findings(header: Line, entry: Line, cell: Line, ledger_symbols: frozens
     problems = [
         *_sites(entry, cell),
         *_ledger(entry, cell),
-        *symbol_problems(header, entry, cell, ledger_symbols),
+        *symbol_problems(header, entry, cell, ledgers),
         *_distances(cell),
         *_changed(cell),
     ]
@@ -234,8 +234,10 @@ def _power(header: Line, cell: Line) -> Iterator[Finding]:
             yield Finding("path.no_power", text, str(cell["id"]), f"at most {LARGEST_MEAN}", str(header["command"]))
 
 
-def _ledger_symbols(loads: Sequence[Line]) -> frozenset[str]:
-    return frozenset(str(load["profiler"]["ledger"]) for load in loads if load["failure"] is None)
+def ledger_symbols(lines: Sequence[Line]) -> frozenset[str]:
+    """Kernels that add to the ledger, as the loads of a record found them."""
+    loads = (load for load in _of_kind(lines, "load") if load["failure"] is None)
+    return frozenset(str(load["profiler"]["ledger"]) for load in loads)
 
 
 def _of_kind(lines: Sequence[Line], kind: str) -> list[Line]:

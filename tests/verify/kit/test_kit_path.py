@@ -245,6 +245,20 @@ def test_a_killed_run_goes_on_without_loss_or_repetition(kda_kit: Path, tmp_path
     assert decide(after).outcome == "passed"
 
 
+def test_finished_cells_are_judged_the_same_when_a_session_goes_on(
+    kda_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Honest cells of an earlier session that count as failed, so that the rest is skipped."""
+    monkeypatch.setattr(path, "started_arm", local_arm)
+    assert run.session(kda_kit, tmp_path / "R", machine=FakeMachine(), jobs=1) == run.FINE
+    lines = lines_of(tmp_path / "R", "path")
+    kept = next(at for at, line in enumerate(lines) if line["kind"] == "watermark")
+    assert sum(line["kind"] == "cell" for line in lines[:kept]) > path.MAX_BAD_CELLS
+    _rewrite(tmp_path / "R", lines[:kept])
+    assert run.session(kda_kit, tmp_path / "R", machine=FakeMachine(), jobs=1, resume=True) == run.FINE
+    assert len(lines_of(tmp_path / "R", "path")) == len(lines) + 1  # one more load
+
+
 # --- records that somebody made or changed ----------------------------------------------------------------------------
 
 

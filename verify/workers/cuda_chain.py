@@ -79,7 +79,6 @@ def standard_identity() -> dict[str, str]:
     return {
         "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda),
-        "cublas": "that of torch",
         "triton": str(triton.__version__),
         "kda_decode": implementation(),
     }

@@ -26,12 +26,15 @@ from verify.kit.artifacts import named
 from verify.kit.manifest import CODE, MANIFEST, KitManifest, Unit, artifact_folder, schedules_folder
 from verify.kit.sources import closure
 from verify.protocol.kernels_cuda import PROTOCOL_ID as KERNELS_PROTOCOL
+from verify.protocol.peers import PROTOCOL_ID as BENCH_PROTOCOL
 
-__all__ = ["KIT_GATES", "MAX_BYTES", "Arm", "describe", "kit_files", "make_kit"]
+__all__ = ["KIT_GATES", "KIT_SECTIONS", "MAX_BYTES", "Arm", "describe", "kit_files", "make_kit"]
 
 MAX_BYTES = 40_000_000
 KIT_GATES: Mapping[str, str] = {"kernels": KERNELS_PROTOCOL}
 """Gates that a kit can evaluate, with their protocols."""
+KIT_SECTIONS: Mapping[str, str] = {"bench": BENCH_PROTOCOL}
+"""What else a kit can carry on request, recorded and brought back like a gate, but deciding nothing."""
 ARCHIVE_SUFFIX = ".tar.gz"
 ENTRY = "kit.py"
 _ENTRY_SOURCE = "verify/kit/entry.py"
@@ -69,7 +72,8 @@ def describe(
     arch = ARCHS[target.archs[0]]
     return KitManifest(
         target=target.name, tier=tier.name, arch=arch.name, compute_capability=arch.compute_capability,
-        base=base, head=head, trees=dict(trees), gates=gates, protocols={gate: KIT_GATES[gate] for gate in gates},
+        base=base, head=head, trees=dict(trees), gates=gates,
+        protocols={gate: {**KIT_GATES, **KIT_SECTIONS}[gate] for gate in gates},
         batches=target.batches_of(tier), tokens=tuple(1 + drafts for drafts in target.drafts), draws=tier.kernel_cases,
         command=command, arms={name: named(arm.artifacts) for name, arm in arms.items()},
         mutants={name: named(arm.artifacts) for name, arm in mutants.items()},

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Entry script of an evaluation kit, `kit.py` at its root: checks the kit, then runs it.
 
-    python3 kit.py run --out R [--max-minutes N] [--gates a,b] [--resume] [--jobs N] [--no-sanitizer]
+    python3 kit.py run --out R [--max-minutes N] [--gates a,b] [--resume] [--jobs N] [--no-sanitizer] [--peers DIR]
     python3 kit.py check
 
 Exit codes: 0 everything evaluated and nothing failed; 1 a gate failed; 2 usage or environment; 3 incomplete.
@@ -67,6 +67,7 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--resume", action="store_true", help="go on with results that were begun in this folder")
     run.add_argument("--jobs", type=int, metavar="N", help="ops evaluated at a time")
     run.add_argument("--no-sanitizer", action="store_true", help="leave compute-sanitizer out")
+    run.add_argument("--peers", type=Path, metavar="DIR", help="packages that the peer table runs beside our kernels")
     options = parser.parse_args(arguments)
     root = Path(__file__).resolve().parent
     try:

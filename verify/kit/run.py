@@ -18,20 +18,22 @@ from typing import Any
 
 from harness.errors import FasttrackError
 from k3_backend.errors import BackendError
-from verify.kit import kernels
+from verify.kit import bench, kernels
 from verify.kit.context import KitContext
 from verify.kit.machine import Machine
 from verify.kit.manifest import KitManifest, read_kit
 from verify.kit.store import Results
 from verify.protocol import kernels as kernels_protocol
+from verify.protocol import peers as peers_protocol
 from verify.protocol.decision import Decision
 
 __all__ = ["GATES", "command", "session"]
 
 GATES: Mapping[str, tuple[Callable[[KitContext], None], Callable[[Sequence[Mapping[str, Any]]], Decision]]] = {
     "kernels": (kernels.run, kernels_protocol.decide),
+    "bench": (bench.run, peers_protocol.decide),
 }
-"""Gate -> what measures it here, and what decides it from its lines."""
+"""Gate or section -> what measures it here, and what decides it from its lines."""
 
 FINE, FALLS_SHORT, USAGE, INCOMPLETE = 0, 1, 2, 3
 MOST_JOBS = 4
@@ -43,6 +45,7 @@ def command(root: Path, options: argparse.Namespace) -> int:
         return session(
             root, options.out, gates=None if options.gates is None else options.gates.split(","),
             minutes=options.max_minutes, resume=options.resume, jobs=options.jobs, sanitizer=not options.no_sanitizer,
+            peers=options.peers,
         )  # fmt: skip
     except (FasttrackError, BackendError) as error:
         for name in ("what", "where", "expected", "next"):
@@ -59,6 +62,7 @@ def session(
     resume: bool = False,
     jobs: int | None = None,
     sanitizer: bool = True,
+    peers: Path | None = None,
     machine: Machine | None = None,
 ) -> int:
     """Evaluate the kit's gates, or go on with them.
@@ -71,6 +75,7 @@ def session(
         resume: go on with results in `out`.
         jobs: ops evaluated at a time.
         sanitizer: run memory checkers too, where they are installed.
+        peers: folder with packages that the peer table runs beside our kernels.
         machine: this machine; tests give one without a GPU.
 
     Raises:
@@ -90,7 +95,7 @@ def session(
         kit = KitContext(
             root, manifest, results, machine, machine.describe(), machine.evaluator(),
             Path(tempfile.mkdtemp(prefix="kit-logs-")), jobs or _jobs(), deadline, _say,
-            None if sanitizer else "not asked",
+            None if sanitizer else "not asked", None if peers is None else peers.resolve(),
         )  # fmt: skip
         results.session({"kind": "begin", "machine": kit.description, "state": machine.state(), "gates": list(chosen)})
         _share_cores(kit.jobs)

@@ -14,14 +14,17 @@ from harness.errors import FasttrackError
 
 __all__ = ["ENTRY_POINTS", "closure"]
 
-ENTRY_POINTS = ("verify.kit.run", "verify.workers.main", "verify.workers.card_methods", "verify.workers.cuda_card")
-DYNAMIC = ("k3_backend/ops/*/reference.py", "k3_backend/ops/*/standard.py")
-"""Files that are imported by a name made at run time (`k3_backend.ops.registry`)."""
+ENTRY_POINTS = (
+    "verify.kit.run", "verify.workers.main", "verify.workers.card_methods", "verify.workers.cuda_card",
+    "verify.workers.peer_methods",
+)  # fmt: skip
+DYNAMIC = ("k3_backend/ops/*/reference.py", "k3_backend/ops/*/standard.py", "verify/bench/gpu/peers/*.py")
+"""Files that are imported by a name made at run time (`k3_backend.ops.registry`, `verify.bench.gpu.measure`)."""
 PACKAGES = ("k3_backend", "verify", "harness")
-OUTSIDE = frozenset({"torch", "numpy", "scipy", "cuda"})
+OUTSIDE = frozenset({"torch", "numpy", "scipy", "cuda", "triton"})
 """What the GPU machine has, besides the standard library."""
-LAZY_OUTSIDE = frozenset({"safetensors"})
-"""Imported inside functions that the kit never calls."""
+LAZY_OUTSIDE = frozenset({"safetensors", "fla", "tvm_ffi"})
+"""Imported inside functions that the kit never calls, or that do without where it is missing."""
 
 
 def closure(root: Path, stdlib: frozenset[str]) -> tuple[str, ...]:

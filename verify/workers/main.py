@@ -54,6 +54,7 @@ _AREAS = {
     "engine": "verify.workers.engine_methods",
     "tune": "verify.workers.tune_methods",
     "card": "verify.workers.card_methods",
+    "peers": "verify.workers.peer_methods",
 }
 
 

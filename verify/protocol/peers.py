@@ -189,6 +189,8 @@ def _row(cell: Mapping[str, Any], number: int, line: Line, best: Mapping[str, Ce
     missing: dict[str, str] = {}
     samples: dict[str, list[float]] = {}
     for name, arm in sorted(_object(line, "arms", number).items()):
+        if not isinstance(arm, Mapping):
+            raise ValueError(f"line {number}: arm {name[:40]!r} is no object")
         if arm.get("missing") is not None:
             missing[name] = _text(arm, "missing", number)
         else:
@@ -337,7 +339,7 @@ def _list(line: Mapping[str, Any], name: str, number: int) -> list[Mapping[str, 
     return value
 
 
-def _object(line: Mapping[str, Any], name: str, number: int) -> Mapping[str, Mapping[str, Any]]:
+def _object(line: Mapping[str, Any], name: str, number: int) -> Mapping[str, Any]:
     value = line.get(name)
     if not isinstance(value, Mapping):
         raise ValueError(f"line {number}: {name} is no object")

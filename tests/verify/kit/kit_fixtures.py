@@ -93,11 +93,13 @@ def small(settings: Settings, **changes: Any) -> tuple[Target, Tier]:
     return target, settings.tier("smoke").model_copy(update={"batches": (1, 2)})
 
 
-def write_fake_kit(out: Path, arm: Arm, settings: Settings, **changes: Any) -> KitManifest:
+def write_fake_kit(
+    out: Path, arm: Arm, settings: Settings, gates: tuple[str, ...] = ("kernels",), **changes: Any
+) -> KitManifest:
     """A kit folder of this checkout's sources."""
     target, tier = small(settings, **changes)
     described = describe(
-        target, tier, base="b" * 40, head="c" * 40, trees={"base": "d" * 40, "head": "e" * 40}, gates=("kernels",),
+        target, tier, base="b" * 40, head="c" * 40, trees={"base": "d" * 40, "head": "e" * 40}, gates=gates,
         arms={"candidate": arm}, mutants={}, command="fasttrack verify --candidate c",
     )  # fmt: skip
     files = kit_files(ROOT, {"candidate": arm})

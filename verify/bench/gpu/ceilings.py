@@ -76,11 +76,13 @@ def _methods(
 ) -> dict[tuple[str, str], tuple[int, list[Callable[[], object]]]]:
     """(ceiling, method) -> how often a byte counts, and the launches of one graph."""
     count = parts[0].numel()
-    sums = torch.zeros(4096, dtype=torch.int32, device="cuda")
+    sums = torch.zeros(2 * PROGRAMS, dtype=torch.int32, device="cuda")
     tiles = (triton.cdiv(count, _TILE),)
     matrices = [part.view(torch.bfloat16)[: count * 2 // COLUMNS * COLUMNS].view(-1, COLUMNS) for part in parts]
     vector = torch.zeros(COLUMNS, dtype=torch.bfloat16, device="cuda")
     results = torch.zeros(matrices[0].shape[0], dtype=torch.bfloat16, device="cuda")
+    rows = torch.zeros(16, COLUMNS, dtype=torch.bfloat16, device="cuda")
+    wide = torch.zeros(16, matrices[0].shape[0], dtype=torch.bfloat16, device="cuda")
     floats = [part.view(torch.float32) for part in parts]
 
     def each(launch: Callable[..., object], *lists: list[Tensor]) -> list[Callable[[], object]]:
@@ -91,7 +93,12 @@ def _methods(
         ("read", "Triton sum, half the programs"): (
             1, each(lambda x: _read[PROGRAMS // 2,](x, sums, count, TILE=_TILE, num_stages=4), parts),
         ),
+        ("read", "Triton sum, twice the programs"): (
+            1,
+            each(lambda x: _read[PROGRAMS * 2,](x, sums, count, TILE=_TILE), parts),
+        ),
         ("read", "cuBLAS GEMV"): (1, each(lambda m: torch.mv(m, vector, out=results), matrices)),
+        ("read", "cuBLAS product of 16 rows"): (1, each(lambda m: torch.mm(rows, m.T, out=wide), matrices)),
         ("write", "fill_"): (1, each(lambda x: x.fill_(1), parts)),
         ("write", "Triton store"): (1, each(lambda x: _write[tiles](x, count, TILE=_TILE), parts)),
         ("copy", "copy_"): (2, each(lambda x, y: y.copy_(x), parts, targets)),

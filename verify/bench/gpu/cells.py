@@ -24,6 +24,8 @@ VERIFY = ((1, 8), (4, 8), (16, 8))
 PAGE = 64
 """Cache rows per page."""
 GEOMETRIES = ("k3-slice-tp8", "k3-slice-tp16")
+RES_GEOMETRY = "k3"
+"""AttnRes does not depend on the ranks; the slices have too few layers for eight saved rows."""
 _BF16, _F32, _I32, _I64 = 2, 4, 4, 8
 
 
@@ -83,8 +85,7 @@ def plan(units: Iterable[tuple[str, str]]) -> list[PeerCell]:
         dense = [PeerCell(op, name, batch) for op in ("mla_query", "mla_value") for batch in BATCHES]
         core = [PeerCell("mla_decode", name, b, context=c) for b in MLA_BATCHES for c in MLA_CONTEXTS]
         cells += [*sites, *recurrent, *dense, *core]
-    # AttnRes does not depend on the ranks: one geometry stands for both.
-    cells += [PeerCell("attn_res", GEOMETRIES[0], batch, sources=n) for n in RES_SOURCES for batch in RES_BATCHES]
+    cells += [PeerCell("attn_res", RES_GEOMETRY, batch, sources=n) for n in RES_SOURCES for batch in RES_BATCHES]
     return [cell for cell in cells if (cell.op, cell.geometry) in at_hand]
 
 

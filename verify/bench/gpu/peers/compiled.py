@@ -14,7 +14,7 @@ from verify.bench.gpu.arm import Arm, Inputs, Missing, Tensors
 
 __all__ = ["COMPILED_BATCHES", "arm"]
 
-COMPILED_BATCHES = (1, 8, 64)
+COMPILED_BATCHES = (1, 64)
 """Batches at which dense ops are compiled: each shape takes seconds."""
 SHAPES = 64
 """Shapes of one function that are compiled before torch gives up on it."""

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from verify.bench.gpu.arm import Arm, Inputs
 from verify.bench.gpu.graphs import quick_us
@@ -27,6 +28,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out[m, n] = sum_k x[m, k] w[n, k], fp32 sum, for ROWS rows n and all m; depth is a multiple of COLUMNS."""
+    gdc_launch_dependents()
+    gdc_wait()
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m = tl.arange(0, TOKENS)
     k = tl.arange(0, COLUMNS)
@@ -67,7 +70,7 @@ def _launch(x: Tensor, w: Tensor, out: Tensor, shape: tuple[int, int, int, int])
     padded = max(16, triton.next_power_of_2(tokens))
     _kernel[grid](
         x, w, out, tokens, w.shape[0], depth, TOKENS=padded, ROWS=rows, COLUMNS=columns, num_warps=warps,
-        num_stages=stages,
+        num_stages=stages, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -79,6 +82,6 @@ def projection(inputs: Inputs) -> Arm:
     outs = [torch.empty(inputs.cell.rows, width, dtype=torch.bfloat16, device="cuda") for _ in inputs.sets]
     calls = [lambda t=t, o=o: _launch(t["x"], t["w"], o, shape) for t, o in zip(inputs.sets, outs, strict=True)]
     return Arm(
-        calls, lambda: {"out": outs[0]}, pdl=False, note=f"plain Triton, best of {len(_SHAPES)} block shapes",
+        calls, lambda: {"out": outs[0]}, pdl=True, note=f"plain Triton, best of {len(_SHAPES)} block shapes",
         facts={"block": list(shape)},
     )  # fmt: skip

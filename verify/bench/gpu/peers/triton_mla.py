@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from verify.bench.gpu.arm import Arm, Inputs, Missing
 from verify.bench.gpu.cells import PAGE
@@ -29,6 +30,8 @@ def _attend(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, ROWS: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """One split of one request; ROWS is the page size, so a step reads one page."""
+    gdc_launch_dependents()
+    gdc_wait()
     b, split = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + b)
     h, r, c, e = tl.arange(0, HEADS), tl.arange(0, ROWS), tl.arange(0, VALUE), tl.arange(0, ROPE)
@@ -67,6 +70,8 @@ def _merge(  # type: ignore[no-untyped-def]
     part_out, part_lse, out, lse, heads, splits, HEADS: tl.constexpr, VALUE: tl.constexpr
 ):
     """One head of one request over all splits, weighted by their log-sum-exp."""
+    gdc_launch_dependents()
+    gdc_wait()
     b, h = tl.program_id(0), tl.program_id(1)
     c = tl.arange(0, VALUE)
     top = -float("inf")
@@ -108,13 +113,23 @@ def arm(inputs: Inputs) -> Arm:
         _attend[cell.batch, splits](
             t["query"], t["kv_cache"], t["block_table"], t["seq_lens"], part_out, part_lse, g.heads, pages, splits,
             per_split, scale, HEADS=HEADS, ROWS=PAGE, VALUE=g.kv_lora, ROPE=g.pe, num_warps=8, num_stages=2,
+            launch_pdl=True,
         )  # fmt: skip
         _merge[cell.batch, g.heads](
-            part_out, part_lse, out, lse, g.heads, splits, HEADS=HEADS, VALUE=g.kv_lora, num_warps=4
+            part_out,
+            part_lse,
+            out,
+            lse,
+            g.heads,
+            splits,
+            HEADS=HEADS,
+            VALUE=g.kv_lora,
+            num_warps=4,
+            launch_pdl=True,
         )
 
     def results() -> Mapping[str, Tensor]:
         return {"out": outs[0], "lse": sums[0]}
 
     calls = [lambda t=t, o=o, s=s: launch(t, o, s) for t, o, s in zip(inputs.sets, outs, sums, strict=True)]
-    return Arm(calls, results, pdl=False, note="plain Triton, split and merge", facts={"splits": splits})
+    return Arm(calls, results, pdl=True, note="plain Triton, split and merge", facts={"splits": splits})

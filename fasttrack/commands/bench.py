@@ -36,11 +36,14 @@ def bench(
     ] = None,
     mutants: Annotated[Path | None, typer.Option(help="The folder that the kit's mutants were built from.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="With --from: also write the table to this file.")] = None,
+    short: Annotated[bool, typer.Option(help="With --markdown: a few rows of every op.")] = False,
     json: Json = False,
 ) -> None:
     """Measure speed and share of the floor. Decides nothing about a candidate; `verify` does."""
     if results is not None:
-        raise typer.Exit(show_peers(Output(json), results, target=target, op=op, mutants=mutants, markdown=markdown))
+        raise typer.Exit(
+            show_peers(Output(json), results, target=target, op=op, mutants=mutants, markdown=markdown, shortened=short)
+        )
     target = target or "cpu"
     from verify.bench.run import bench as run_bench  # torch takes seconds, which other commands need not wait for
     from verify.gates.perf.sampler import ArmFault

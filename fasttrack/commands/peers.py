@@ -29,7 +29,14 @@ def needs_kit(target: str) -> FasttrackError:
 
 
 def show_peers(
-    out: Output, results: Path, *, target: str | None, op: str | None, mutants: Path | None, markdown: Path | None
+    out: Output,
+    results: Path,
+    *,
+    target: str | None,
+    op: str | None,
+    mutants: Path | None,
+    markdown: Path | None,
+    shortened: bool = False,
 ) -> int:
     """Check a kit's results, decide every row from the raw lines, print; the exit code.
 
@@ -40,12 +47,13 @@ def show_peers(
         op: only the rows of this op.
         mutants: the folder that the kit's mutants were built from.
         markdown: file to write the table to.
+        shortened: write a few rows of every op only.
 
     Raises:
         FasttrackError: results that are not whole, of another kit than this checkout builds, or without a table.
     """
+    from verify.bench import peer_table
     from verify.bench.peer_table import as_json, label, summary
-    from verify.bench.peer_table import markdown as page
     from verify.protocol.peers import OURS, decide, read_table
 
     workspace = Workspace.here()
@@ -90,6 +98,7 @@ def show_peers(
     commit, begun = received.manifest.head, _begun(results)
     if markdown is not None:
         with disk_errors(markdown):
+            page = peer_table.short if shortened else peer_table.markdown
             markdown.write_text(page(table, commit, begun), encoding="utf-8")
         out.say(f"table  {markdown}")
     out.document({

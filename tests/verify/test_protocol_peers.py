@@ -11,7 +11,7 @@ import pytest
 
 from tests.verify.peer_fixtures import arm, ceilings, cell_line, header
 from verify.bench.gpu.cells import PeerCell, moved_bytes
-from verify.bench.peer_table import as_json, markdown
+from verify.bench.peer_table import as_json, markdown, short
 from verify.protocol.peers import _rank, decide, read_table
 
 GEMV = PeerCell("input_projection", "k3-slice-tp8", 8, site="kda")
@@ -123,6 +123,20 @@ def test_what_is_missing_has_no_number_anywhere() -> None:
     assert "nan" not in text
     assert "ours has no number (6288 x 7168, M 64): no schedule bucket for 64 rows" in text
     assert "1x H200, driver 580.1, CUDA 13.0, torch 2.11, 2026-11-30T00:00:00Z, commit cccccccccccc" in text
+
+
+def test_the_short_table_names_the_fastest_peer_that_does_the_whole_op() -> None:
+    """A README that compares with the slowest peer, or with half an op."""
+    lines = record()
+    lines[0] = header(PeerCell("kda_decode", "k3-slice-tp8", 64), MLA)
+    lines[2:] = [
+        cell_line(PeerCell("kda_decode", "k3-slice-tp8", 64), ours=arm(20.0), fla_chain=arm(30.0), in_place=arm(10.0)),
+        cell_line(MLA, ours=arm(50.0), flashinfer=arm(55.0), triton=arm(60.0)),
+    ]
+    text = short(read_table(lines), "c" * 40, "2026-11-30T00:00:00Z")
+    assert "| KDA decode, 12 heads, B 64 | 20.0 |" in text
+    assert "| fla_chain 30.0 | 1.50 (1.50–1.50) |" in text
+    assert "| flashinfer 55.0 | 1.10 (1.10–1.10) |" in text
 
 
 def test_a_table_without_ceilings_has_no_shares() -> None:

@@ -13,13 +13,15 @@ from k3_backend.geometry import geometry
 from verify.protocol.peer_figures import HALF_LAYERS
 from verify.protocol.peers import OURS, Row, Table
 
-__all__ = ["as_json", "label", "markdown", "summary"]
+__all__ = ["as_json", "label", "markdown", "short", "summary"]
 
 _TITLES = {
     "input_projection": "Input projection", "kda_decode": "KDA decode", "attn_res": "AttnRes",
     "mla_query": "MLA query path (q_b, W_UK)", "mla_value": "MLA value path (W_UV)", "mla_decode": "MLA decode core",
 }  # fmt: skip
 _DASH = "–"
+_PARTS = frozenset({"in_place", "fla_recurrence"})
+"""Peers that do a part of an op for comparison; nobody could use them in its place."""
 
 
 def markdown(table: Table, commit: str, measured: str) -> str:
@@ -38,6 +40,32 @@ def markdown(table: Table, commit: str, measured: str) -> str:
     if table.unmeasured:
         parts.append(f"Not measured: {', '.join(table.unmeasured)}.")
     return "\n\n".join(parts) + "\n"
+
+
+def short(table: Table, commit: str, measured: str) -> str:
+    """A few rows of every op with the fastest peer, for a README; the full page has all of them.
+
+    Args:
+        table: a read record.
+        commit: whose kernels these are.
+        measured: UTC time at which the run began.
+    """
+    body = []
+    for row in table.rows:
+        ours = row.arms.get(OURS)
+        if not _shown_in_short(row.cell) or ours is None:
+            continue
+        found = {name: timing.median for name, timing in row.arms.items() if name in row.ratios and name not in _PARTS}
+        peer = min(found, key=lambda name: found[name], default=None)
+        ratio = None if peer is None else row.ratios[peer]
+        body.append([
+            f"{_TITLES[str(row.cell['op'])]}, {label(row.cell)}", f"{ours.median:.1f}",
+            _DASH if row.share is None else f"{row.share:.0%}",
+            _DASH if peer is None else f"{peer} {found[peer]:.1f}",
+            _DASH if ratio is None else f"{ratio.value:.2f} ({ratio.low:.2f}{_DASH}{ratio.high:.2f})",
+        ])  # fmt: skip
+    grid = _grid(["call", "ours us", "share of ceiling", "fastest peer us", "ratio (95 %)"], body)
+    return f"{_machine(table, commit, measured)}\n\n{grid}\n"
 
 
 def summary(table: Table) -> tuple[list[str], list[list[str]]]:
@@ -84,22 +112,36 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 def _preamble(table: Table, commit: str, measured: str) -> str:
-    machine = table.header["machine"]
-    gpu = machine.get("gpu") or {}
-    torch = (machine.get("packages") or {}).get("torch")
     packages = table.header.get("packages") or {}
     brought = ", ".join(packages.get("distributions", [])) or "none"
     ceilings = "; ".join(f"{c.kind} {c.gbps / 1e3:.2f} TB/s ({c.method})" for c in table.ceilings.values())
     spacing = "not measured" if table.empty_us is None else f"{table.empty_us:.2f} us"
     facts = [
-        f"1x {gpu.get('name')}, driver {gpu.get('driver')}, CUDA {machine.get('cuda')}, torch {torch}, {measured}, "
-        f"commit {commit[:12]}; brought for peers: {brought}.",
+        f"{_machine(table, commit, measured)} Brought for peers: {brought}.",
         f"Ceilings of the same run: {ceilings or 'not measured'}. Empty launches follow each other in {spacing}.",
         "Times are medians in us per call with quartiles: graphs of at least 8 calls over distinct inputs, arms in "
         "turns in one process; `device` is the profiler's sum over our kernels. In brackets a peer's time divided by "
         "ours with the 95 % bounds of its median. Share: bytes read and written once, over the matching ceiling.",
     ]
     return "\n".join(facts)
+
+
+def _machine(table: Table, commit: str, measured: str) -> str:
+    machine = table.header["machine"]
+    gpu, torch = machine.get("gpu") or {}, (machine.get("packages") or {}).get("torch")
+    where = f"1x {gpu.get('name')}, driver {gpu.get('driver')}, CUDA {machine.get('cuda')}, torch {torch}"
+    return f"{where}, {measured}, commit {commit[:12]}."
+
+
+def _shown_in_short(cell: Mapping[str, Any]) -> bool:
+    batches = {"mla_decode": (1, 16, 64), "input_projection": (1, 16, 64), "attn_res": (1, 64)}
+    return (
+        cell["batch"] in batches.get(str(cell["op"]), (1, 8, 64))
+        and cell["geometry"] != "k3-slice-tp16"
+        and cell["tokens"] == 1
+        and cell["sources"] in (None, 8)
+        and cell["context"] in (None, 8192, 32_768)
+    )
 
 
 def _rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

@@ -58,11 +58,16 @@ def measure_cell(cell: PeerCell, ours: Ours, seed: int) -> dict[str, Any]:
     touched = sum(moved_bytes(cell))
     calls = calls_for(sets, touched / _ESTIMATE_BYTES_PER_US + 2.0)
     live: dict[str, Arm] = {}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name, found in arms.items():
         if found["missing"] is None:
-            live[name] = builds[name](inputs)
-            found |= {"pdl": live[name].pdl, "note": live[name].note, "facts": dict(live[name].facts)}
-    graphs = {name: capture(arm.launches, calls) for name, arm in live.items()}
+            try:
+                arm = builds[name](inputs)
+                graphs[name], live[name] = capture(arm.launches, calls), arm
+            except Exception as error:  # too little memory for all sets, or a call that cannot be captured
+                found["missing"] = _failed(error)
+            else:
+                found |= {"pdl": arm.pdl, "note": arm.note, "facts": dict(arm.facts)}
     captured = time.monotonic()
     for name, samples in (rounds(graphs, calls) if graphs else {}).items():
         arms[name]["samples_us"] = samples
@@ -99,8 +104,17 @@ def _checked(cell: PeerCell, build: Build, seed: int, want: Mapping[str, Tensor]
         errors = compared(build(make_inputs(cell, 1, seed)), want)
     except Missing as missing:
         return {**record, "missing": str(missing)[:300]}
-    except Exception as error:  # a peer that breaks is no peer; a broken device shows in the next call
-        torch.cuda.synchronize()
-        return {**record, "missing": f"failed: {type(error).__name__}: {error}"[:300]}
+    except Exception as error:  # a peer that breaks is no peer
+        return {**record, "missing": _failed(error)}
     wrong = sorted(name for name, found in errors.items() if not found["fine"])
     return {**record, "errors": errors, "missing": f"wrong results: {', '.join(wrong)}" if wrong else None}
+
+
+def _failed(error: Exception) -> str:
+    """The reason that the row shows.
+
+    Raises:
+        RuntimeError: the error broke the device, which shows in the next call, whatever that is.
+    """
+    torch.cuda.synchronize()
+    return f"failed: {type(error).__name__}: {error}"[:300]

@@ -173,11 +173,13 @@ def _peer(row: Row, name: str) -> str:
 
 
 def _judged(row: Row) -> str:
-    """`met`, or the demands that are not, in words."""
+    """`met`, or the demands that are not, in words; why a number is missing stands below the table."""
     if not row.judged:
         return _DASH
-    short = [f"{j.state}: {j.demand} ({j.found})" for j in row.judged if j.state != "met"]
-    return "; ".join(short) or "met"
+    known = [f"{j.state}: {j.demand} ({j.found})" for j in row.judged if j.state in ("missed", "open")]
+    unknown = [j for j in row.judged if j.state == "unknown"]
+    known += [f"unknown: {len(unknown)} of {len(row.judged)}"] if unknown else []
+    return "; ".join(known) or "met"
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:

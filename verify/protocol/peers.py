@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from verify.protocol.decision import Decision, Finding, Line
+from verify.protocol.fields import count, mapping, number_of, objects, samples, text
 from verify.protocol.peer_figures import FIGURES, Figure, Need
 
 __all__ = ["OURS", "PROTOCOL_ID", "Ceiling", "Judged", "Ratio", "Row", "Table", "Timing", "decide", "read_table"]
@@ -24,8 +25,6 @@ OURS = "ours"
 MOSTLY_READ = 0.1
 """Share of written bytes up to which the read ceiling is the matching one; above, the faster of copy and update."""
 CONFIDENCE = 0.95
-_MAX_SAMPLES = 1000
-_MAX_US = 1e7
 _KINDS = ("read", "write", "copy", "update")
 
 
@@ -132,8 +131,8 @@ def read_table(lines: Sequence[Line]) -> Table:
         raise ValueError("line 1: no header")
     header = lines[0]
     planned = {}
-    for cell in _list(header, "planned", 1):
-        planned[_text(cell, "key", 1)] = cell
+    for cell in objects(header, "planned", 1):
+        planned[text(cell, "key", 1)] = cell
     if len(planned) != len(header["planned"]):
         raise ValueError("line 1: a cell is planned twice")
     best: dict[str, Ceiling] = {}
@@ -145,7 +144,7 @@ def read_table(lines: Sequence[Line]) -> Table:
             _better(best, line, number)
             empty += _spacing(line, number)
         elif kind == "cell":
-            key = _text(line, "key", number)
+            key = text(line, "key", number)
             if key not in planned or key in found:
                 raise ValueError(f"line {number}: cell {key[:80]!r} is not planned, or repeated")
             found[key] = (number, line)
@@ -180,32 +179,32 @@ def decide(lines: Sequence[Line]) -> Decision:
 
 def _row(cell: Mapping[str, Any], number: int, line: Line, best: Mapping[str, Ceiling], empty: float | None) -> Row:
     key = str(cell["key"])
-    read, write = (_count(cell, name, 1) for name in ("read_bytes", "write_bytes"))
+    read, write = (count(cell, name, 1) for name in ("read_bytes", "write_bytes"))
     ceiling = _matching(read, write, best)
     floor = None if ceiling is None else (read + write) / ceiling.gbps / 1e3
     if line.get("failure") is not None:
-        return Row(key, cell, read + write, ceiling, floor, None, failure=_text(line, "failure", number)[:300])
+        return Row(key, cell, read + write, ceiling, floor, None, failure=text(line, "failure", number)[:300])
     arms: dict[str, Timing] = {}
     missing: dict[str, str] = {}
-    samples: dict[str, list[float]] = {}
-    for name, arm in sorted(_object(line, "arms", number).items()):
+    times: dict[str, list[float]] = {}
+    for name, arm in sorted(mapping(line, "arms", number).items()):
         if not isinstance(arm, Mapping):
             raise ValueError(f"line {number}: arm {name[:40]!r} is no object")
         if arm.get("missing") is not None:
-            missing[name] = _text(arm, "missing", number)
+            missing[name] = text(arm, "missing", number)
         else:
-            samples[name] = _samples(arm, number)
-            arms[name] = _timing(arm, samples[name], number)
-    counts = {len(values) for values in samples.values()}
+            times[name] = samples(arm, number)
+            arms[name] = _timing(arm, times[name], number)
+    counts = {len(values) for values in times.values()}
     if len(counts) > 1:
         raise ValueError(f"line {number}: arms with {sorted(counts)} rounds")
     ratios = {}
-    if OURS in samples:
-        ratios = {name: _ratio(samples[name], samples[OURS]) for name in samples if name != OURS}
+    if OURS in times:
+        ratios = {name: _ratio(times[name], times[OURS]) for name in times if name != OURS}
     share = None if floor is None or OURS not in arms else floor / arms[OURS].median
     plain = Row(
         key, cell, read + write, ceiling, floor, share, arms, missing, ratios,
-        rotated_bytes=_count(line, "rotated_bytes", number), calls=_count(line, "calls", number),
+        rotated_bytes=count(line, "rotated_bytes", number), calls=count(line, "calls", number),
     )  # fmt: skip
     return Row(**{**vars(plain), "judged": tuple(_judge(plain, empty))})
 
@@ -261,89 +260,45 @@ def _matching(read: int, write: int, best: Mapping[str, Ceiling]) -> Ceiling | N
 
 def _ratio(peer: Sequence[float], ours: Sequence[float]) -> Ratio:
     paired = np.sort(np.array(peer) / np.array(ours))
-    count = len(paired)
-    rank = max(1, _rank(count))
-    return Ratio(float(np.median(paired)), float(paired[rank - 1]), float(paired[count - rank]))
+    rank = max(1, _rank(len(paired)))
+    return Ratio(float(np.median(paired)), float(paired[rank - 1]), float(paired[-rank]))
 
 
-def _rank(count: int) -> int:
-    """The k for which the k-th least and the k-th greatest of `count` values hold the median between them.
+def _rank(rounds: int) -> int:
+    """The k for which the k-th least and the k-th greatest of so many values hold the median between them.
 
     The chance that fewer than k values lie below the median is at most half of what `CONFIDENCE` leaves.
     """
     below, rank = 0.0, 0
-    while below + (chance := math.comb(count, rank) / 2**count) <= (1.0 - CONFIDENCE) / 2:
+    while below + (chance := math.comb(rounds, rank) / 2**rounds) <= (1.0 - CONFIDENCE) / 2:
         below += chance
         rank += 1
     return rank
 
 
-def _timing(arm: Mapping[str, Any], samples: Sequence[float], number: int) -> Timing:
-    low, median, high = (float(value) for value in np.percentile(samples, (25, 50, 75)))
+def _timing(arm: Mapping[str, Any], times: Sequence[float], number: int) -> Timing:
+    low, median, high = (float(value) for value in np.percentile(times, (25, 50, 75)))
     device = arm.get("device_us")
-    device = None if device is None else _number(device, number)
+    device = None if device is None else number_of(device, number)
     if not isinstance(arm.get("pdl"), bool):
         raise ValueError(f"line {number}: pdl is no boolean")
-    return Timing(median, low, high, len(samples), device, arm["pdl"], _text(arm, "note", number))
+    return Timing(median, low, high, len(times), device, arm["pdl"], text(arm, "note", number))
 
 
 def _better(best: dict[str, Ceiling], line: Line, number: int) -> None:
     """Keep the fastest method of every ceiling, over all times that ceilings were measured."""
-    for kind, methods in _object(line, "gbps", number).items():
+    for kind, methods in mapping(line, "gbps", number).items():
         if kind not in _KINDS or not isinstance(methods, Mapping):
             raise ValueError(f"line {number}: ceiling {str(kind)[:40]!r}")
         for method, value in methods.items():
-            gbps = _number(value, number)
+            gbps = number_of(value, number)
             if kind not in best or gbps > best[kind].gbps:
                 best[kind] = Ceiling(kind, gbps, str(method)[:80])
 
 
 def _spacing(line: Line, number: int) -> list[float]:
-    spaced = _object(line, "empty_us", number)
-    return [_number(spaced["1"], number)] if "1" in spaced else []
-
-
-def _samples(arm: Mapping[str, Any], number: int) -> list[float]:
-    values = arm.get("samples_us")
-    if not isinstance(values, list) or not 0 < len(values) <= _MAX_SAMPLES:
-        raise ValueError(f"line {number}: an arm without samples")
-    return [_number(value, number) for value in values]
-
-
-def _number(value: object, number: int) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"line {number}: {str(value)[:40]!r} is no number")
-    if not 0.0 < value <= _MAX_US:
-        raise ValueError(f"line {number}: {value!r} is out of range")
-    return float(value)
-
-
-def _count(line: Mapping[str, Any], name: str, number: int) -> int:
-    value = line.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"line {number}: {name} is {str(value)[:40]!r}")
-    return value
-
-
-def _text(line: Mapping[str, Any], name: str, number: int) -> str:
-    value = line.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"line {number}: {name} is no text")
-    return value
-
-
-def _list(line: Mapping[str, Any], name: str, number: int) -> list[Mapping[str, Any]]:
-    value = line.get(name)
-    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        raise ValueError(f"line {number}: {name} is no list of objects")
-    return value
-
-
-def _object(line: Mapping[str, Any], name: str, number: int) -> Mapping[str, Any]:
-    value = line.get(name)
-    if not isinstance(value, Mapping):
-        raise ValueError(f"line {number}: {name} is no object")
-    return value
+    spaced = mapping(line, "empty_us", number)
+    return [number_of(spaced["1"], number)] if "1" in spaced else []
 
 
 def _finding(code: str, message: str, where: str, expected: str, then: str = "run the kit again") -> Finding:

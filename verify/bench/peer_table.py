@@ -128,8 +128,10 @@ def _preamble(table: Table, commit: str, measured: str) -> str:
 
 def _machine(table: Table, commit: str, measured: str) -> str:
     machine = table.header["machine"]
-    gpu, torch = machine.get("gpu") or {}, (machine.get("packages") or {}).get("torch")
-    where = f"1x {gpu.get('name')}, driver {gpu.get('driver')}, CUDA {machine.get('cuda')}, torch {torch}"
+    gpu, packages = machine.get("gpu") or {}, machine.get("packages") or {}
+    known = {"driver": gpu.get("driver"), "CUDA": machine.get("cuda"), "torch": packages.get("torch")}
+    parts = [f"1x {gpu.get('name') or 'GPU, name not known'}"]
+    where = ", ".join([*parts, *(f"{name} {value or 'not known'}" for name, value in known.items())])
     return f"{where}, {measured}, commit {commit[:12]}."
 
 

@@ -1,11 +1,16 @@
-"""`fasttrack bench`: the specialised path beside eager torch and torch.compile, paired in one run, with floors."""
+"""`fasttrack bench`: the specialised path beside peers, paired in one run, with floors.
+
+On the `cpu` target the run happens here. For a GPU the table comes from a kit's results (`--from R`).
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fasttrack.commands.peers import needs_kit, show_peers
 from fasttrack.console import Json, Output
 from fasttrack.workspace import Workspace
 from harness.errors import FasttrackError
@@ -22,18 +27,31 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     op: Annotated[str | None, typer.Option(help="One op instead of whole decode steps.")] = None,
-    target: Annotated[str, typer.Option(help="Target of harness.toml.")] = "cpu",
-    peers: Annotated[bool, typer.Option(help="Also time eager torch and torch.compile.")] = True,
+    target: Annotated[str | None, typer.Option(help="Target of harness.toml; `cpu` without --from.")] = None,
+    peers: Annotated[bool, typer.Option(help="Also time peers: on `cpu` eager torch and torch.compile.")] = True,
     batches: Annotated[str | None, typer.Option(help="For example 1,8,64; those of the pr tier by default.")] = None,
     contexts: Annotated[str | None, typer.Option(help="For example 256,2048; all of the target by default.")] = None,
+    results: Annotated[
+        Path | None, typer.Option("--from", metavar="R", help="Results of a kit that was built with --bench.")
+    ] = None,
+    mutants: Annotated[Path | None, typer.Option(help="The folder that the kit's mutants were built from.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="With --from: also write the table to this file.")] = None,
+    short: Annotated[bool, typer.Option(help="With --markdown: a few rows of every op.")] = False,
     json: Json = False,
 ) -> None:
     """Measure speed and share of the floor. Decides nothing about a candidate; `verify` does."""
+    if results is not None:
+        raise typer.Exit(
+            show_peers(Output(json), results, target=target, op=op, mutants=mutants, markdown=markdown, shortened=short)
+        )
+    target = target or "cpu"
     from verify.bench.run import bench as run_bench  # torch takes seconds, which other commands need not wait for
     from verify.timing.sampler import ArmFault
 
     out, workspace = Output(json), Workspace.here()
     settings = workspace.settings
+    if settings.target(target).device != "cpu":
+        raise needs_kit(target)
     try:
         report = run_bench(
             workspace.root,

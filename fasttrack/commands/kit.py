@@ -12,7 +12,7 @@ from fasttrack.console import Json, Output
 from fasttrack.workspace import Workspace
 from harness.errors import FasttrackError
 from verify.kit.artifacts import require_covered
-from verify.kit.build import KIT_GATES, kit_files, make_kit
+from verify.kit.build import KIT_GATES, KIT_SECTIONS, kit_files, make_kit
 from verify.kit.importing import arm_of, arms_of, manifest_of, mutant_arms, require_ours
 from verify.kit.receive import read_results
 from verify.pipeline import make_candidate, require_own_base
@@ -38,6 +38,9 @@ def build(
     gates: Annotated[str | None, typer.Option(help="Only these gates, comma-separated.")] = None,
     ops: Annotated[str | None, typer.Option(help="Only these ops, comma-separated.")] = None,
     mutants: Annotated[Path | None, typer.Option(help="Folder of NAME.patch files: faults that must be found.")] = None,
+    bench: Annotated[
+        bool, typer.Option("--bench", help="Also carry the peer table (`fasttrack bench --peers`).")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Build the kit of a candidate. Exit code: 0 built, 2 usage or environment."""
@@ -51,7 +54,7 @@ def build(
         )  # fmt: skip
     start, head = repo.resolve(base), repo.resolve(candidate)
     require_own_base(repo, start, settings.scope)
-    selected = _kit_gates(gates)
+    selected = _kit_gates(gates) + (tuple(KIT_SECTIONS) if bench else ())
     named = None if ops is None else tuple(op.strip() for op in ops.split(",") if op.strip())
     arm = arm_of(repo, head, settings, target, cache, ops=named)
     planted = mutant_arms(repo, head, mutants, settings, target, cache, arm)

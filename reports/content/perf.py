@@ -126,7 +126,7 @@ def _cell_details(cell: CellResult, view: PerfView) -> Details:
     blocks: list[Block] = []
     times = [(view.arm_names.get(arm, arm), f"{fixed(us, 1)}") for arm, us in cell.median_us.items()]
     if times:
-        blocks.append(Table("Median time per step", ("arm", "µs"), times, numeric=frozenset({1})))
+        blocks.append(Table("Median time per call", ("arm", "µs"), times, numeric=frozenset({1})))
     for arm in view.arms:
         comparison = cell.against.get(arm)
         if comparison is not None and any(value is not None for value in comparison.blocks):

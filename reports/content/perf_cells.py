@@ -35,7 +35,7 @@ class CellResult:
     against: Mapping[str, Comparison]
     """By arm name."""
     median_us: Mapping[str, float]
-    """Median time of a step by arm name, in microseconds."""
+    """Median time of a call (a step, a half-layer, an op) by arm name, in microseconds."""
     in_task: bool = False
 
 

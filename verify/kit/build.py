@@ -28,13 +28,16 @@ from verify.kit.manifest import CANDIDATE, CODE, MANIFEST, KitManifest, Unit, ar
 from verify.kit.sources import closure
 from verify.protocol.kernels_cuda import PROTOCOL_ID as KERNELS_PROTOCOL
 from verify.protocol.path_cuda_record import PROTOCOL_ID as PATH_PROTOCOL
+from verify.protocol.peers import PROTOCOL_ID as BENCH_PROTOCOL
 from verify.protocol.perf_plan import CUDA_PROTOCOL_ID as PERF_PROTOCOL
 
-__all__ = ["KIT_GATES", "MAX_BYTES", "Arm", "describe", "kit_files", "make_kit"]
+__all__ = ["KIT_GATES", "KIT_SECTIONS", "MAX_BYTES", "Arm", "describe", "kit_files", "make_kit"]
 
 MAX_BYTES = 40_000_000
 KIT_GATES: Mapping[str, str] = {"kernels": KERNELS_PROTOCOL, "path": PATH_PROTOCOL, "perf": PERF_PROTOCOL}
 """Gates that a kit can evaluate, with their protocols."""
+KIT_SECTIONS: Mapping[str, str] = {"bench": BENCH_PROTOCOL}
+"""What else a kit can carry on request, recorded and brought back like a gate, but deciding nothing."""
 ARCHIVE_SUFFIX = ".tar.gz"
 ENTRY = "kit.py"
 _ENTRY_SOURCE = "verify/kit/entry.py"
@@ -73,7 +76,8 @@ def describe(
     arch = ARCHS[target.archs[0]]
     return KitManifest(
         target=target.name, tier=tier.name, arch=arch.name, compute_capability=arch.compute_capability,
-        base=base, head=head, trees=dict(trees), gates=gates, protocols={gate: KIT_GATES[gate] for gate in gates},
+        base=base, head=head, trees=dict(trees), gates=gates,
+        protocols={gate: {**KIT_GATES, **KIT_SECTIONS}[gate] for gate in gates},
         batches=target.batches_of(tier), tokens=tuple(1 + drafts for drafts in target.drafts),
         contexts=target.contexts_of(tier), draws=tier.kernel_cases, command=command,
         arms={name: named(arm.artifacts) for name, arm in arms.items()},

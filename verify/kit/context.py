@@ -40,6 +40,8 @@ class KitContext:
     progress: Callable[[str], None]
     no_sanitizer: str | None = None
     """Why memory checkers are not run, where that was asked."""
+    peers: Path | None = None
+    """Folder with the packages of peers, for the peer table; null: those that are installed."""
 
     @property
     def code(self) -> Path:

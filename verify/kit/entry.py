@@ -2,6 +2,7 @@
 """Entry script of an evaluation kit, `kit.py` at its root: checks the kit, then runs it.
 
     python3 kit.py run --out R [--max-minutes N] [--gates a,b] [--resume] [--jobs N] [--no-sanitizer] [--packages DIR]
+                       [--peers DIR]
     python3 kit.py check
 
 Exit codes: 0 everything evaluated and nothing failed; 1 a gate failed; 2 usage or environment; 3 incomplete.
@@ -71,6 +72,7 @@ def main(arguments: list[str]) -> int:
         "--packages", type=Path, metavar="DIR",
         help="wheels of pure Python packages that the standard path uses where they are there (fla-core)",
     )  # fmt: skip
+    run.add_argument("--peers", type=Path, metavar="DIR", help="packages that the peer table runs beside our kernels")
     options = parser.parse_args(arguments)
     root = Path(__file__).resolve().parent
     try:

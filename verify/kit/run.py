@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.errors import FasttrackError
 from k3_backend.errors import BackendError
-from verify.kit import kernels, path
+from verify.kit import bench, kernels, path
 from verify.kit.context import KitContext
 from verify.kit.machine import Machine
 from verify.kit.manifest import KitManifest, read_kit
@@ -26,6 +26,7 @@ from verify.kit.packages import use_wheels
 from verify.kit.store import Results
 from verify.protocol import kernels as kernels_protocol
 from verify.protocol import path as path_protocol
+from verify.protocol import peers as peers_protocol
 from verify.protocol.decision import Decision
 
 __all__ = ["GATES", "command", "session"]
@@ -48,8 +49,9 @@ GATES: Mapping[str, tuple[Callable[[KitContext], None], Callable[[Sequence[Mappi
     "kernels": (kernels.run, kernels_protocol.decide),
     "path": (path.run, path_protocol.decide),
     "perf": (_perf, _decide_perf),
+    "bench": (bench.run, peers_protocol.decide),
 }
-"""Gate -> what measures it here, and what decides it from its lines."""
+"""Gate or section -> what measures it here, and what decides it from its lines."""
 
 NEEDED: Mapping[str, str] = {"perf": "scipy"}
 """Gate -> package that it needs beside those of every gate."""
@@ -64,6 +66,7 @@ def command(root: Path, options: argparse.Namespace) -> int:
             root, options.out, gates=None if options.gates is None else options.gates.split(","),
             minutes=options.max_minutes, resume=options.resume, jobs=options.jobs, sanitizer=not options.no_sanitizer,
             packages=options.packages,
+            peers=options.peers,
         )  # fmt: skip
     except (FasttrackError, BackendError) as error:
         for name in ("what", "where", "expected", "next"):
@@ -81,6 +84,7 @@ def session(
     jobs: int | None = None,
     sanitizer: bool = True,
     packages: Path | None = None,
+    peers: Path | None = None,
     machine: Machine | None = None,
 ) -> int:
     """Evaluate the kit's gates, or go on with them.
@@ -94,6 +98,7 @@ def session(
         jobs: ops evaluated at a time.
         sanitizer: run memory checkers too, where they are installed.
         packages: folder of wheels that this process and the workers may import from.
+        peers: folder with packages that the peer table runs beside our kernels.
         machine: this machine; tests give one without a GPU.
 
     Raises:
@@ -114,7 +119,7 @@ def session(
         kit = KitContext(
             root, manifest, results, machine, {**machine.describe(), "brought": brought}, machine.evaluator(),
             Path(tempfile.mkdtemp(prefix="kit-logs-")), jobs or _jobs(), deadline, _say,
-            None if sanitizer else "not asked",
+            None if sanitizer else "not asked", None if peers is None else peers.resolve(),
         )  # fmt: skip
         results.session({"kind": "begin", "machine": kit.description, "state": machine.state(), "gates": list(chosen)})
         _share_cores(kit.jobs)

@@ -17,14 +17,17 @@ __all__ = ["ENTRY_POINTS", "closure"]
 ENTRY_POINTS = (
     "verify.kit.run", "verify.workers.main", "verify.workers.card_methods", "verify.workers.cuda_card",
     "verify.workers.half_methods", "verify.workers.cuda_half_card",
-    "verify.workers.chain_methods",
+    "verify.workers.chain_methods", "verify.workers.peer_methods",
 )  # fmt: skip
-DYNAMIC = ("k3_backend/ops/*/reference.py", "k3_backend/ops/*/standard.py", "k3_backend/ops/*/standard_cuda.py")
-"""Files that are imported by a name made at run time (`k3_backend.ops.registry`)."""
+DYNAMIC = (
+    "k3_backend/ops/*/reference.py", "k3_backend/ops/*/standard.py", "k3_backend/ops/*/standard_cuda.py",
+    "verify/bench/gpu/peers/*.py",
+)  # fmt: skip
+"""Files that are imported by a name made at run time (`k3_backend.ops.registry`, `verify.bench.gpu.measure`)."""
 PACKAGES = ("k3_backend", "verify", "harness")
 OUTSIDE = frozenset({"torch", "triton", "numpy", "scipy", "cuda"})
 """What the GPU machine has, besides the standard library; scipy only where speed is judged."""
-LAZY_OUTSIDE = frozenset({"safetensors", "fla"})
+LAZY_OUTSIDE = frozenset({"safetensors", "fla", "tvm_ffi"})
 """Imported inside functions that the kit never calls, or whose caller has another way where it is missing."""
 
 

@@ -308,6 +308,10 @@ def _metrics(plan: Plan, datas: Sequence[StageData]) -> dict[str, dict[str, Any]
         tables = [{**numbers, "unit": "x", "samples": blocks} for numbers in _ratios(values)]
         metrics[f"worst_ratio_{base}"] = min(tables, key=lambda table: float(table["value"]))
         metrics |= {f"ratio_{base}/{key}": table for key, table in zip(plan.keys, tables, strict=True)}
+        claimed = [at for at, cell in enumerate(plan.cells) if Claim("standard", "faster") in cell.claims]
+        if base == "standard" and claimed:
+            mean = math.exp(float(np.mean([math.log(float(tables[at]["value"])) for at in claimed])))
+            metrics["geometric_mean_standard"] = {"value": mean, "unit": "x", "samples": blocks}
     if datas[0].blocks >= 2 and datas[0].stage.control:
         mean, low, high = (math.exp(value) for value in control_bounds(datas[0]))
         metrics["control"] = {"value": mean, "unit": "x", "low": low, "high": high, "samples": datas[0].blocks}
@@ -357,7 +361,8 @@ def summarise(lines: Sequence[Line]) -> dict[str, Any]:
             numbers = {"ratio": found[at]["value"], "low": found[at]["low"], "high": found[at]["high"]}
             blocks = [math.exp(float(value)) for value in values[base][at]]
             against[base] = {**numbers, "word": words[base][at], "blocks": blocks}
-        medians = {arm: float(np.median(times[:, at])) / 1e3 for arm, times in typical.items()}
+        share = 1e3 * (plan.chains[cell.key]["copies"] if plan.on_gpu else 1)
+        medians = {arm: float(np.median(times[:, at])) / share for arm, times in typical.items()}
         cells.append({"cell": dict(cell.cell), "against": against, "median_us": medians})
     return {"cells": cells, "note": _note(plan), "controls": list(_controls(plan, datas, rest))}
 
@@ -377,11 +382,12 @@ def _words(plan: Plan, datas: Sequence[StageData], base: str) -> list[str]:
 
 def _note(plan: Plan) -> str:
     stages = " and ".join(f"{s.blocks} blocks at level {s.alpha:.3g} ({s.name})" for s in plan.stages)
+    each = " A call is one half-layer or one op, of several in a graph." if plan.on_gpu else ""
     if plan.is_look:
-        return "One block of the candidate beside the current best: ratios without an interval, and no words."
+        return f"One block of the candidate beside the current best: ratios without an interval, and no words.{each}"
     return (
         f"Intervals are 95 % over all blocks (trimmed mean, Student t). Words need every stage: {stages}. FAST: lower "
-        f"bound above 1; SAME: inside the band of {plan.band:.1%}; SLOW: upper bound below it; AMBG: neither."
+        f"bound above 1; SAME: inside the band of {plan.band:.1%}; SLOW: upper bound below it; AMBG: neither.{each}"
     )
 
 

@@ -56,6 +56,7 @@ _AREAS = {
     "card": "verify.workers.card_methods",
     "half": "verify.workers.half_methods",
     "chain": "verify.workers.chain_methods",
+    "peers": "verify.workers.peer_methods",
 }
 
 

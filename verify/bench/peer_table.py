@@ -1,0 +1,211 @@
+"""The peer table as Markdown, for the README and for reports, and as JSON: one text from `verify.protocol.peers`.
+
+Every number comes from the record; a peer that is missing shows a dash, and its reason below the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from k3_backend.geometry import geometry
+from verify.protocol.peer_figures import HALF_LAYERS
+from verify.protocol.peers import OURS, Row, Table
+
+__all__ = ["as_json", "label", "markdown", "short", "summary"]
+
+_TITLES = {
+    "input_projection": "Input projection", "kda_decode": "KDA decode", "attn_res": "AttnRes",
+    "mla_query": "MLA query path (q_b, W_UK)", "mla_value": "MLA value path (W_UV)", "mla_decode": "MLA decode core",
+}  # fmt: skip
+_DASH = "–"
+_PARTS = frozenset({"in_place", "fla_recurrence"})
+"""Peers that do a part of an op for comparison; nobody could use them in its place."""
+
+
+def markdown(table: Table, commit: str, measured: str) -> str:
+    """The whole page.
+
+    Args:
+        table: a read record.
+        commit: whose kernels these are.
+        measured: UTC time at which the run began.
+    """
+    parts = [_preamble(table, commit, measured), _grid(*summary(table))]
+    for op, title in _TITLES.items():
+        rows = [row for row in table.rows if row.cell["op"] == op]
+        if rows:
+            parts += [f"### {title}", _grid(*_rows(rows)), *_notes(rows)]
+    if table.unmeasured:
+        parts.append(f"Not measured: {', '.join(table.unmeasured)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def short(table: Table, commit: str, measured: str) -> str:
+    """A few rows of every op with the fastest peer, for a README; the full page has all of them.
+
+    Args:
+        table: a read record.
+        commit: whose kernels these are.
+        measured: UTC time at which the run began.
+    """
+    body = []
+    for row in table.rows:
+        ours = row.arms.get(OURS)
+        if not _shown_in_short(row.cell) or ours is None:
+            continue
+        found = {name: timing.median for name, timing in row.arms.items() if name in row.ratios and name not in _PARTS}
+        peer = min(found, key=lambda name: found[name], default=None)
+        ratio = None if peer is None else row.ratios[peer]
+        body.append([
+            f"{_TITLES[str(row.cell['op'])]}, {label(row.cell)}", f"{ours.median:.1f}",
+            _DASH if row.share is None else f"{row.share:.0%}",
+            _DASH if peer is None else f"{peer} {found[peer]:.1f}",
+            _DASH if ratio is None else f"{ratio.value:.2f} ({ratio.low:.2f}{_DASH}{ratio.high:.2f})",
+        ])  # fmt: skip
+    grid = _grid(["call", "ours us", "share of ceiling", "fastest peer us", "ratio (95 %)"], body)
+    return f"{_machine(table, commit, measured)}\n\n{grid}\n"
+
+
+def summary(table: Table) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: per figure of the issue, in how many demands it is met."""
+    rows = []
+    for figure, states in table.figures():
+        total = sum(states.values())
+        whole = "yes" if total and states["met"] == total else "not measured" if not total else "no"
+        rows.append([str(figure.row), figure.name, whole, *(str(states[s]) for s in states)])
+    number, name, why = HALF_LAYERS
+    rows.append([str(number), name, why, *[_DASH] * 4])
+    return ["row", "figure", "met in every cell", "met", "missed", "open", "unknown"], rows
+
+
+def label(cell: Mapping[str, Any]) -> str:
+    """A cell's name for people."""
+    g = geometry(str(cell["geometry"]))
+    size = f"{'B' if cell['op'] in ('kda_decode', 'mla_decode') else 'M'} {cell['batch']}"
+    if cell["op"] == "input_projection":
+        return f"{cell['width']} x {g.hidden}, {size}"
+    if cell["op"] == "attn_res":
+        return f"{cell['sources']} saved rows, {size}"
+    if cell["op"] == "mla_decode":
+        return f"{g.heads} heads, {size}, {int(cell['context']) // 1024}k ({int(cell['cache_bytes']) / 1e6:.0f} MB)"
+    return f"{g.heads} heads, {size}" + (f", T {cell['tokens']}" if cell["tokens"] > 1 else "")
+
+
+def as_json(table: Table) -> dict[str, Any]:
+    """The table as one JSON object; what could not be had is null beside its reason."""
+    return {
+        "protocol": table.header["protocol"],
+        "ceilings": {kind: asdict(ceiling) for kind, ceiling in table.ceilings.items()},
+        "empty_us": table.empty_us,
+        "rows": [_row_json(row) for row in table.rows],
+        "unmeasured": list(table.unmeasured),
+        "figures": [{"row": f.row, "name": f.name, "op": f.op, **states} for f, states in table.figures()],
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    plain = asdict(row)
+    plain["arms"] = {**plain["arms"], **dict.fromkeys(row.missing)}
+    return plain
+
+
+def _preamble(table: Table, commit: str, measured: str) -> str:
+    packages = table.header.get("packages") or {}
+    brought = ", ".join(packages.get("distributions", [])) or "none"
+    ceilings = "; ".join(f"{c.kind} {c.gbps / 1e3:.2f} TB/s ({c.method})" for c in table.ceilings.values())
+    spacing = "not measured" if table.empty_us is None else f"{table.empty_us:.2f} us"
+    facts = [
+        f"{_machine(table, commit, measured)} Brought for peers: {brought}.",
+        f"Ceilings of the same run: {ceilings or 'not measured'}. Empty launches follow each other in {spacing}.",
+        "Times are medians in us per call with quartiles: graphs of at least 8 calls over distinct inputs, arms in "
+        "turns in one process; `device` is the profiler's sum over our kernels. In brackets a peer's time divided by "
+        "ours with the 95 % bounds of its median. Share: bytes read and written once, over the matching ceiling.",
+    ]
+    return "\n".join(facts)
+
+
+def _machine(table: Table, commit: str, measured: str) -> str:
+    machine = table.header["machine"]
+    gpu, packages = machine.get("gpu") or {}, machine.get("packages") or {}
+    known = {"driver": gpu.get("driver"), "CUDA": machine.get("cuda"), "torch": packages.get("torch")}
+    parts = [f"1x {gpu.get('name') or 'GPU, name not known'}"]
+    where = ", ".join([*parts, *(f"{name} {value or 'not known'}" for name, value in known.items())])
+    return f"{where}, {measured}, commit {commit[:12]}."
+
+
+def _shown_in_short(cell: Mapping[str, Any]) -> bool:
+    batches = {"mla_decode": (1, 16, 64), "input_projection": (1, 16, 64), "attn_res": (1, 64)}
+    return (
+        cell["batch"] in batches.get(str(cell["op"]), (1, 8, 64))
+        and cell["geometry"] != "k3-slice-tp16"
+        and cell["tokens"] == 1
+        and cell["sources"] in (None, 8)
+        and cell["context"] in (None, 8192, 32_768)
+    )
+
+
+def _rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    peers = list(dict.fromkeys(name for row in rows for name in (*row.arms, *row.missing) if name != OURS))
+    columns = ["call", "floor", "ours", "device", "share", *peers, "figures"]
+    body = []
+    for row in rows:
+        ours = row.arms.get(OURS)
+        body.append([
+            label(row.cell),
+            _DASH if row.floor_us is None else f"{row.floor_us:.2f}",
+            _DASH if ours is None else f"{ours.median:.2f} ({ours.low:.2f}{_DASH}{ours.high:.2f})",
+            _DASH if ours is None or ours.device_us is None else f"{ours.device_us:.2f}",
+            _DASH if row.share is None else f"{row.share:.0%}",
+            *(_peer(row, name) for name in peers),
+            _judged(row),
+        ])  # fmt: skip
+    return columns, body
+
+
+def _peer(row: Row, name: str) -> str:
+    timing = row.arms.get(name)
+    if timing is None:
+        return _DASH
+    ratio = row.ratios.get(name)
+    if ratio is None:
+        return f"{timing.median:.2f}"
+    return f"{timing.median:.2f} ({ratio.value:.2f}; {ratio.low:.2f}{_DASH}{ratio.high:.2f})"
+
+
+def _judged(row: Row) -> str:
+    """`met`, or the demands that are not, in words; why a number is missing stands below the table."""
+    if not row.judged:
+        return _DASH
+    known = [f"{j.state}: {j.demand} ({j.found})" for j in row.judged if j.state in ("missed", "open")]
+    unknown = [j for j in row.judged if j.state == "unknown"]
+    known += [f"unknown: {len(unknown)} of {len(row.judged)}"] if unknown else []
+    return "; ".join(known) or "met"
+
+
+def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    """What peers leave out, and why some have no number."""
+    notes = {name: t.note for row in rows for name, t in row.arms.items() if t.note}
+    lines = [f"- {name}: {note}" for name, note in sorted(notes.items())]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for name, reason in row.missing.items():
+            reasons.setdefault((name, reason), []).append(label(row.cell))
+    for (name, reason), cells in sorted(reasons.items()):
+        where = "every call" if len(cells) == len(rows) else ", ".join(cells)
+        lines.append(f"- {name} has no number ({where}): {reason}")
+    lines += [f"- {label(row.cell)} failed: {row.failure}" for row in rows if row.failure]
+    short = [row for row in rows if row.rotated_bytes is not None and row.rotated_bytes < 400_000_000]
+    if short:
+        least = min(row.rotated_bytes or 0 for row in short)
+        lines.append(f"- inputs of {len(short)} calls rotate through less than 400 MB (at least {least / 1e6:.0f} MB)")
+    if lines:
+        yield "\n".join(lines)
+
+
+def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [list(columns), ["---"] * len(columns), *rows]
+    return "\n".join(
+        f"| {' | '.join(text.replace('|', '/').replace(chr(10), ' ') for text in line)} |" for line in lines
+    )

@@ -1,0 +1,145 @@
+"""The peer table on the GPU machine: one raw line per cell, our kernels beside the peers that are to be had.
+
+It is a section of a kit beside the gates: carried, chained and imported like one, but it decides nothing about a
+candidate. Cells run one after the other in one worker, so that nothing else keeps the GPU busy; a cell that ends the
+worker is recorded and never repeated. Rows and figures are `verify.protocol.peers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from harness.errors import FasttrackError
+from verify.bench.gpu.cells import PeerCell, plan
+from verify.evaluator.client import Client
+from verify.evaluator.failures import WorkerError, WorkerFailure
+from verify.kit.child import started
+from verify.kit.context import KitContext
+from verify.kit.manifest import Unit
+from verify.protocol.peers import PROTOCOL_ID
+
+__all__ = ["SECTION", "run", "tree_digest"]
+
+SECTION = "bench"
+PACKAGES = "site"
+"""Folder below `--peers` that is put on the path: what `pip install --target` leaves."""
+_BUFFER_BYTES = 1 << 16
+_LOAD_TIMEOUT_S = 180.0
+_CELL_TIMEOUT_S = 240.0
+"""A cell whose peers are compiled for the first time takes half a minute."""
+
+
+def run(kit: KitContext, arm: str = "candidate") -> None:
+    """Measure the cells that have no line yet, until all are done or the time is over."""
+    cells = _planned(kit, arm)
+    done = {line["key"] for line in kit.results.lines(SECTION) if line["kind"] == "cell"}
+    left = [cell for cell in cells if cell.key not in done]
+    kit.progress(f"{SECTION}: {len(cells) - len(left)} of {len(cells)} cells have a line")
+    measured = False
+    while left and not kit.over():
+        with ExitStack() as stack:
+            worker = stack.enter_context(
+                started(
+                    SECTION, kit.root, kit.schedules(arm), code=kit.code, logs=kit.logs, buffer_bytes=_BUFFER_BYTES,
+                    bootstrap=kit.machine.bootstrap,
+                )
+            )  # fmt: skip
+            if kit.peers is not None:
+                worker.call("peers.packages", timeout_s=_LOAD_TIMEOUT_S, folder=str(kit.peers))
+            if not measured:
+                _ceilings(kit, worker)
+                measured = True
+            _cells(kit, arm, worker, left)
+            if not left and measured:
+                _ceilings(kit, worker)
+
+
+def _cells(kit: KitContext, arm: str, worker: Client, left: list[PeerCell]) -> None:
+    """Measure until none is left, the time is over or the worker has ended; takes what is done out of `left`."""
+    loaded: Unit | None = None
+    while left and not kit.over():
+        cell = left.pop(0)
+        unit = Unit(cell.geometry, cell.op, kit.manifest.arch)
+        line: dict[str, Any] = {"kind": "cell", "key": cell.key, "seed": secrets.randbits(31), "failure": None}
+        try:
+            if unit != loaded:
+                worker.call(
+                    "peers.load", timeout_s=_LOAD_TIMEOUT_S, op=unit.op, arch=unit.arch, geometry_name=unit.geometry,
+                    artifact=str(kit.artifact(arm, unit)),
+                )  # fmt: skip
+                loaded = unit
+            line |= worker.call("peers.cell", timeout_s=_CELL_TIMEOUT_S, cell=cell.to_json(), seed=line["seed"])
+        except WorkerFailure as failure:
+            line["failure"] = str(kit.without_folders(f"{failure.kind}: {failure}"))[:500]
+            # After an error of the device every later call fails for this one's reason.
+            alive = isinstance(failure, WorkerError) and "CUDA" not in str(failure)
+            kit.results.append(SECTION, line)
+            kit.progress(f"{SECTION}: {cell.key} failed: {line['failure'][:120]}")
+            if not alive:
+                return
+            continue
+        kit.results.append(SECTION, kit.without_folders(line))
+        kit.progress(f"{SECTION}: {cell.key}, {len(left)} to go")
+
+
+def _ceilings(kit: KitContext, worker: Client) -> None:
+    found = worker.call("peers.ceilings", timeout_s=_CELL_TIMEOUT_S)
+    kit.results.append(SECTION, {"kind": "ceilings", **found, "state": kit.machine.state()})
+
+
+def _planned(kit: KitContext, arm: str) -> list[PeerCell]:
+    """The cells of the kit, in the order of the header, which is written first of all."""
+    packages = None if kit.peers is None else _packages(kit.peers)
+    lines = kit.results.lines(SECTION)
+    manifest = kit.manifest
+    if lines:
+        if lines[0]["packages"] != packages:
+            raise FasttrackError(
+                "the peers' packages are others than when this was begun", where="--peers",
+                expected="the same folder on every resume", next="python3 kit.py run --out R2 --peers DIR",
+            )  # fmt: skip
+        return [PeerCell.from_json(cell) for cell in lines[0]["planned"]]
+    cells = plan((unit.op, unit.geometry) for unit in manifest.units(arm))
+    header = {
+        "kind": "header", "gate": SECTION, "protocol": PROTOCOL_ID, "target": manifest.target, "tier": manifest.tier,
+        "base": manifest.base, "head": manifest.head, "kit": manifest.digest, "nonce": kit.results.nonce,
+        "artifacts": dict(manifest.arms[arm]), "batches": list(manifest.batches), "tokens": list(manifest.tokens),
+        "draws": manifest.draws, "mutants": {name: dict(units) for name, units in manifest.mutants.items()},
+        "planned": [cell.to_json() for cell in cells], "packages": packages, "machine": kit.description,
+        "command": manifest.command,
+    }  # fmt: skip
+    kit.results.append(SECTION, header)
+    return cells
+
+
+def _packages(folder: Path) -> dict[str, Any]:
+    """What `--peers` brings: distributions by name and version, shared objects, and a digest over everything.
+
+    Raises:
+        FasttrackError: no such folder.
+    """
+    if not folder.is_dir():
+        raise FasttrackError(
+            "no such folder", where=f"--peers {folder}", expected=f"a folder with {PACKAGES}/ and shared objects",
+            next="docs/peers.md",
+        )  # fmt: skip
+    site = folder / PACKAGES
+    names = sorted(path.name.removesuffix(".dist-info") for path in site.glob("*.dist-info"))
+    objects = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.so"))}
+    return {"distributions": names, "objects": objects, "digest": tree_digest(sorted(folder.rglob("*")), folder)}
+
+
+def tree_digest(paths: Sequence[Path], root: Path) -> str:
+    """sha256 over names and contents of the plain files; compiled bytecode does not count."""
+    total = hashlib.sha256()
+    for path in paths:
+        if path.is_file() and path.suffix != ".pyc":
+            total.update(
+                f"{path.relative_to(root).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
+            )
+    return total.hexdigest()

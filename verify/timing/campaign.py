@@ -38,9 +38,9 @@ SLICE_NS = 3_000_000
 asking and answering would count."""
 VISIT_NS = 120_000_000
 """Time per compared arm and visit, in as many slices as that makes, within `MIN_ROUNDS` and `MAX_ROUNDS`."""
-GPU_SLICE_NS = 6_000_000
-GPU_VISIT_NS = 72_000_000
-"""The same on a GPU: asking and answering take 0.2 ms of a slice, and slices differ by less than on shared cores."""
+GPU_SLICE_NS = 10_000_000
+GPU_VISIT_NS = 120_000_000
+"""The same on a GPU: asking and answering take 0.3 ms of a slice, now 0.2 and now 0.6."""
 MAX_ROUNDS = 40
 _MAX_TRIES = 8
 _PROBES = 3

@@ -58,17 +58,20 @@ def test_free_parts_do_not_matter_and_fixed_parts_stay(op: str, kind: str, batch
     for name, free in call.masks.free.items():
         tensor = poisoned[name]
         assert tensor is not None
-        tensor[free] = float("nan")
+        if tensor.dtype == torch.float8_e4m3fn:  # which torch does not index; 127 is NaN
+            tensor.view(torch.uint8)[free] = 127
+        else:
+            tensor[free] = float("nan")
     clean, dirty = reference(op)(call.tensors, call.attrs), reference(op)(poisoned, call.attrs)
     for name in call.outputs:
         assert torch.equal(torch.nan_to_num(clean[name], nan=123.0), torch.nan_to_num(dirty[name], nan=123.0)), name
     for spec in OPS[op].tensors:
-        if spec.role == "state":
-            written, before = call.masks.written[spec.name], poisoned[spec.name]
-            assert before is not None
+        before = poisoned.get(spec.name)
+        if spec.role == "state" and before is not None:
+            written = call.masks.written[spec.name]
             assert torch.equal(clean[spec.name][written], dirty[spec.name][written])
             left = dirty[spec.name][~written]
-            assert torch.equal(torch.nan_to_num(left), torch.nan_to_num(before[~written].to(left.dtype)))
+            assert torch.equal(torch.nan_to_num(left), torch.nan_to_num(before.to(left.dtype)[~written]))
 
 
 def test_kda_slots_are_scattered_and_padding_is_mixed_in() -> None:

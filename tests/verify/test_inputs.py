@@ -7,6 +7,7 @@ import torch
 
 from k3_backend.ops import OPS
 from k3_backend.ops.registry import reference
+from verify.evaluator.execute import as_tensor, expect, measure
 from verify.evaluator.inputs import CAPTURED, Call, Case, kinds, make, smallest_batch
 from verify.evaluator.plan import draw_plan, from_json
 
@@ -186,3 +187,34 @@ def test_every_batch_can_be_drawn() -> None:
     }
     assert len(drawn) > 45
     assert max(drawn) <= 64
+
+
+@pytest.mark.parametrize("op", ["mla_query", "mla_decode"])
+def test_e4m3_caches_saturate_and_go_subnormal(op: str) -> None:
+    """Scales under which no byte reaches either end of the format, where conversions go wrong."""
+    ends: set[str] = set()
+    for at in range(40):
+        call = make(case(op, "e4m3", 3, 1, f"{at:x}"))
+        assert call.tensors["kv_cache"] is None
+        assert call.attrs["cache_format"] == 1
+        written = reference(op)(call.tensors, call.attrs) if op == "mla_query" else call.tensors
+        cache = written["kv_cache_e4m3"]
+        assert cache is not None
+        size = cache.double().abs()
+        ends |= {"largest"} if bool((size == 448).any()) else set()
+        ends |= {"subnormal"} if bool(((size > 0) & (size < 2.0**-6)).any()) else set()
+    assert ends == {"largest", "subnormal"}
+
+
+def test_e4m3_results_are_measured_by_value_with_the_format_s_own_floor() -> None:
+    """Bytes compared as integers, or held to the floor of fp32."""
+    call = make(case("mla_query", "e4m3", 3, 1))
+    expected = expect(call)
+    got = dict(expected.standard)
+    got["kv_cache_e4m3"] = as_tensor(got["kv_cache_e4m3"].view(torch.uint8).numpy(), "e4m3")
+    rows = {row["tensor"]: row for row in measure(call, expected, got, "first")[0]}
+    row = rows["kv_cache_e4m3"]
+    assert row["dtype"] == "e4m3"
+    assert row["candidate"] == row["standard"]
+    assert row["tolerance"]["element"] >= 2.0**-3
+    assert row["tolerance"]["mean"] < 0.05

@@ -2,17 +2,18 @@
 
 import cutlass
 from cutlass import Float32, Int32, cute
-from kernels.common.cute_mma import matrix_transposed_x4, matrix_x4, mma_m16n8k16, pack_bf16x2
+from kernels.common.cute_mma import matrix_transposed_x4, matrix_x4
 from kernels.common.cute_ring import arrive, load_f32x2, store_b32, store_f32, wait
+from kernels.mla_decode.operands import f16_of_bf16, f16_of_e4m3, multiply, pack_p
 from kernels.mla_decode.plan import (
     CHUNK,
     K_STEPS,
     NEG_INF,
     P_PITCH,
     PITCH,
+    ROW,
     S_PITCH,
     SLICES,
-    SLOT,
     TILE,
     WARP_COLUMNS,
 )
@@ -22,26 +23,72 @@ __all__ = ["attend", "load_query"]
 
 
 @cute.jit
-def load_query(base: Int32, state: cute.Tensor, q: cute.Tensor, plan: cutlass.Constexpr) -> None:
-    """B fragments of this warp's slice of Q from the ring's next slots. `state`, `q` as in `attend`."""
+def load_query(query: cute.Pointer, valid: Int32, q: cute.Tensor, plan: cutlass.Constexpr) -> None:
+    """B fragments of this warp's slice of Q.
+
+    Args:
+        query: bf16 [valid, ROW] of the segment's request and group.
+        valid: query rows; what stands in for others reaches only results that nobody reads.
+        q: see `attend`.
+        plan: sizes.
+    """
     lane = cute.arch.lane_idx()
     k_slice = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % SLICES
-    at = PITCH * (lane % 8 + 8 * (lane // 16)) + 16 * (lane // 8 % 2) + 2 * 16 * K_STEPS * k_slice
-    for chunk in cutlass.range_constexpr(plan.query_chunks):
-        full = base + plan.barriers + 8 * state[0]
-        wait(full, state[1])
+    for n in cutlass.range_constexpr(plan.tiles):
+        row = cutlass.min(8 * n + lane // 4, valid - 1)
+        source = query + (row * ROW + 16 * K_STEPS * k_slice + 2 * (lane % 4))
         for step in cutlass.range_constexpr(K_STEPS):
-            pair = matrix_x4(base + plan.ring + SLOT * state[0] + at + 32 * step)
-            for n in cutlass.range_constexpr(min(2, plan.tiles - 2 * chunk)):
-                q[0, 2 * chunk + n, step] = pair[2 * n]
-                q[1, 2 * chunk + n, step] = pair[2 * n + 1]
-        cute.arch.sync_warp()
-        if lane == 0:
-            arrive(full + 8 * plan.slots)
-        state[0] += 1
-        if state[0] >= plan.slots:
-            state[0] -= plan.slots
-            state[1] ^= 1
+            for i in cutlass.range_constexpr(2):
+                pair = _load_4b(source + (16 * step + 8 * i))
+                if cutlass.const_expr(plan.e4m3):
+                    pair = f16_of_bf16(pair)
+                q[i, n, step] = pair
+
+
+@cute.jit
+def _load_4b(pointer: cute.Pointer) -> Int32:
+    """Four bytes of an activation."""
+    return cute.arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[pointer])
+
+
+@cute.jit
+def _convert(base: Int32, slot: Int32, chunk: Int32, plan: cutlass.Constexpr) -> None:
+    """Half a chunk of the tile from E4M3 in the ring to f16; even warps take the first 8 rows, odd ones the others."""
+    lane = cute.arch.lane_idx()
+    first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 2 * (CHUNK // 2)
+    source = base + plan.ring + plan.slot * slot + plan.pitch * first
+    target = base + plan.tile + PITCH * (CHUNK * chunk + first)
+    for step in cutlass.range_constexpr(CHUNK // 2 * ROW // 256):
+        piece = 32 * step + lane  # of 8 elements, so that lanes store side by side
+        words = _load_8b(source + 8 * piece)
+        pairs = (*f16_of_e4m3(words[0]), *f16_of_e4m3(words[1]))
+        _store_16b(target + PITCH * (piece // (ROW // 8)) + 16 * (piece % (ROW // 8)), pairs)
+
+
+@cute.jit
+def _load_8b(address: Int32) -> tuple:
+    """8 bytes of shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[address]
+    )
+
+
+@cute.jit
+def _store_16b(address: Int32, words: tuple) -> None:
+    """16 bytes to shared memory."""
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
+
+
+@cute.jit
+def _release(base: Int32, first: Int32, count: Int32, plan: cutlass.Constexpr) -> None:
+    """This warp has read the tile's slots."""
+    lane = cute.arch.lane_idx()
+    cute.arch.sync_warp()
+    if lane < count:
+        slot = first + lane
+        if slot >= plan.slots:
+            slot -= plan.slots
+        arrive(base + plan.barriers + 8 * (plan.slots + slot))
 
 
 @cute.jit
@@ -94,23 +141,37 @@ def attend(
                 parity ^= 1
             slots.append(slot)
             parities.append(parity)
+        rows_at = [base + plan.ring + plan.slot * slot for slot in slots]
+        if cutlass.const_expr(plan.e4m3):
+            consumer_barrier()  # all have read the last tile
+            mine, slot, parity = warp // 2, slots[0], parities[0]
+            for j in cutlass.range_constexpr(1, TILE):
+                if mine == j:
+                    slot, parity = slots[j], parities[j]
+            if mine < count:
+                wait(base + plan.barriers + 8 * slot, parity)
+                _convert(base, slot, mine, plan)
+            _release(base, state[0], count, plan)
+            consumer_barrier()
+            rows_at = [base + plan.tile + CHUNK * PITCH * (j if j < count else 0) for j in range(TILE)]
 
         # Partial scores of two chunks over one slice of k.
         s = cute.make_rmem_tensor((4, tiles, 2), Float32)
         s.fill(0.0)
         k_base = []
         for j in cutlass.range_constexpr(2):
-            slot, parity = slots[j], parities[j]
+            at, slot, parity = rows_at[j], slots[j], parities[j]
             if half == 1:
-                slot, parity = slots[j + 2], parities[j + 2]
-            wait(base + plan.barriers + 8 * slot, parity)
-            k_base.append(base + plan.ring + SLOT * slot + k_at)
+                at, slot, parity = rows_at[j + 2], slots[j + 2], parities[j + 2]
+            if cutlass.const_expr(not plan.e4m3):
+                wait(base + plan.barriers + 8 * slot, parity)
+            k_base.append(at + k_at)
         for step in cutlass.range_constexpr(K_STEPS):
             for j in cutlass.range_constexpr(2):
                 k = matrix_x4(k_base[j] + 32 * step)
                 for n in cutlass.range_constexpr(tiles):
                     acc = (s[0, n, j], s[1, n, j], s[2, n, j], s[3, n, j])
-                    acc = mma_m16n8k16(acc, k, (q[0, n, step], q[1, n, step]))
+                    acc = multiply(acc, k, (q[0, n, step], q[1, n, step]), plan)
                     for i in cutlass.range_constexpr(4):
                         s[i, n, j] = acc[i]
         s_at = base + plan.scores + 4 * ((k_slice * plan.rows + 2 * t) * S_PITCH + 32 * half + g)
@@ -136,7 +197,7 @@ def attend(
             factor = exp2(highest[i] - shift)
             highest[i] = top
             total[i] = total[i] * factor + (p0 + p1)
-            store_b32(base + plan.p + P_PITCH * mine + 4 * lane, pack_bf16x2(p0, p1))
+            store_b32(base + plan.p + P_PITCH * mine + 4 * lane, pack_p(p0, p1, plan))
             if lane == 0:
                 store_f32(base + plan.factors + 4 * mine, factor)
         consumer_barrier()
@@ -151,21 +212,17 @@ def attend(
                 for i in cutlass.range_constexpr(4):
                     o[i, n, m] *= factor[i % 2]
         for j in cutlass.range_constexpr(TILE):
-            wait(base + plan.barriers + 8 * slots[j], parities[j])
-            v_base = base + plan.ring + SLOT * slots[j] + v_at
+            if cutlass.const_expr(not plan.e4m3):
+                wait(base + plan.barriers + 8 * slots[j], parities[j])
+            v_base = rows_at[j] + v_at
             for m in cutlass.range_constexpr(WARP_COLUMNS // 16):
                 v = matrix_transposed_x4(v_base + 32 * m)
                 for n in cutlass.range_constexpr(tiles):
-                    acc = mma_m16n8k16((o[0, n, m], o[1, n, m], o[2, n, m], o[3, n, m]), v, p[n][j])
+                    acc = multiply((o[0, n, m], o[1, n, m], o[2, n, m], o[3, n, m]), v, p[n][j], plan)
                     for i in cutlass.range_constexpr(4):
                         o[i, n, m] = acc[i]
-        cute.arch.sync_warp()
-        if lane < count:
-            slot = state[0] + lane
-            if slot >= plan.slots:
-                slot -= plan.slots
-            arrive(base + plan.barriers + 8 * (plan.slots + slot))
-
+        if cutlass.const_expr(not plan.e4m3):
+            _release(base, state[0], count, plan)
         state[0] += count
         if state[0] >= plan.slots:
             state[0] -= plan.slots

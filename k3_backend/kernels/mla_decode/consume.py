@@ -15,7 +15,7 @@ from kernels.common.cute_ring import (
 from kernels.common.cute_vector import load_shared_4xf32, store_4xf32
 from kernels.mla_decode.attend import attend, load_query
 from kernels.mla_decode.merge import add_parts, clear_sum, finish, inbox_parts, make_sum, merge, unit_of
-from kernels.mla_decode.plan import CHUNK, CONSUMERS, K_STEPS, NEG_INF, VALUE, WARP_COLUMNS, WARPS
+from kernels.mla_decode.plan import CHUNK, CONSUMERS, K_STEPS, NEG_INF, ROW, SHARE, VALUE, WARP_COLUMNS, WARPS
 from kernels.mla_decode.steps import consumer_barrier
 from kernels.mla_decode.work import shard_rows
 
@@ -26,12 +26,14 @@ __all__ = ["consume", "write_nothing"]
 def consume(
     base: Int32,
     verdict: cute.Pointer,
+    query: cute.Pointer,
     starts: cute.Pointer,
     lengths: cute.Pointer,
     results: tuple,
     part: tuple,
     place: tuple,
     scale: Float32,
+    gain: Float32,
     shard: tuple,
     plan: cutlass.Constexpr,
 ) -> None:
@@ -40,18 +42,20 @@ def consume(
     Args:
         base: shared memory.
         verdict: a word of shared memory.
+        query: bf16 [requests, all query rows, ROW].
         starts: first chunk of each request in the sequence of all chunks, and the sequence's length.
         lengths: of each request.
         results: out, lse, partial, partial_stats, arrived, as the kernel gets them.
         part: of the sequence: the request in which it starts, its first chunk, behind its last.
-        place: group of query rows, clusters per group, cluster, rank in it, chunks per cluster.
+        place: group of query rows, clusters per group, cluster, rank in it.
         scale: of the scores, times log2(e).
+        gain: of the values, see `write_fragment`.
         shard: as in `shard_rows`.
         plan: sizes.
     """
     out, lse, partial, partial_stats, arrived = results
     request, position, stop = part
-    group, clusters, cluster, rank, share = place
+    group, clusters, cluster, rank = place
     tid, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     inbox, free = base + plan.inbox_barrier, base + plan.free_barrier
@@ -85,15 +89,16 @@ def consume(
                 sums[i] = Float32(0.0)
             o.fill(0.0)
             if end > first:
-                load_query(base, state, q, plan)
+                load_query(query + Int64(request_row) * ROW, valid, q, plan)
                 attend(base, q, limit, first, end, scale, state, o, highest, sums, plan)
 
             _exchange(base, segments, rank, o, highest, sums, plan)
+            share = starts[SHARE]  # not kept in a register during `attend`
             first_cluster = start // share
             sharing = (request_stop - 1) // share - first_cluster + 1
             at = unit_of(unit, cluster, start, share) * plan.cluster + rank
             out_at = out + Int64(request_row) * VALUE
-            _add_up(base, o, (out_at, lse + request_row, partial, partial_stats, at, sharing, rank, valid), plan)
+            _add_up(base, o, (out_at, lse + request_row, partial, partial_stats, at, sharing, rank, valid, gain), plan)
             consumer_barrier()
             position = segment_stop
             if cutlass.const_expr(plan.cluster > 1):  # noqa: SIM102 - decided when compiled
@@ -102,16 +107,16 @@ def consume(
                         expect(inbox, plan.inbox_bytes)
                     if tid < plan.cluster:
                         arrive_peer(peer(free, tid))
-            if sharing > 1:
+            if cutlass.const_expr(plan.merge_split > 0):
+                pass
+            elif sharing > 1:
                 counter = arrived + (request * plan.groups + group) * plan.cluster + rank
                 if tid == 0:
                     verdict[0] = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
                 consumer_barrier()
                 if verdict[0] == sharing - 1:
-                    merge(
-                        partial, partial_stats, out_at, lse + request_row, first_cluster, sharing, start, share, unit,
-                        rank, valid, plan,
-                    )  # fmt: skip
+                    units = (first_cluster, sharing, start, share, unit)
+                    merge(out_at, lse + request_row, (partial, partial_stats), units, rank, valid, gain, plan)
                     if tid == 0:
                         counter[0] = Int32(0)
             segments += 1
@@ -177,9 +182,11 @@ def _add_up(base: Int32, o: cute.Tensor, target: tuple, plan: cutlass.Constexpr)
     else:
         for n in cutlass.range_constexpr(plan.tiles):
             stats = load_shared_4xf32(base + plan.stats + 8 * (8 * n + 2 * (lane % 4)))
+            o_part, tops, totals = part
+            tops[0], totals[0], tops[1], totals[1] = stats
             for m in cutlass.range_constexpr(WARP_COLUMNS // 16):
-                clear_sum(*part)
-                add_parts(*part, ((stats, (o[0, n, m], o[1, n, m], o[2, n, m], o[3, n, m])),))
+                for i in cutlass.range_constexpr(4):
+                    o_part[i] = o[i, n, m]
                 fragment = warp * plan.warp_fragments + n * (WARP_COLUMNS // 16) + m
                 finish(*part, fragment, *target, plan)
 

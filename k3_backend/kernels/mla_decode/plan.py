@@ -3,19 +3,17 @@
 from dataclasses import dataclass
 
 __all__ = [
-    "CHUNK", "CONSUMERS", "CONSUMER_REGISTERS", "K_STEPS", "LOG2_E", "MAX_BATCH", "MERGE_DEPTH", "NEG_INF", "PITCH",
-    "PRODUCERS", "PRODUCER_REGISTERS", "PRODUCER_STEP", "P_PITCH", "ROW", "ROW_BYTES", "SHARED_LIMIT", "SLICES", "SLOT",
-    "S_PITCH", "TABLE_DEPTH", "TILE", "VALUE", "WARPS", "WARP_COLUMNS", "Plan",
+    "CHUNK", "CONSUMERS", "CONSUMER_REGISTERS", "K_STEPS", "LOG2_E", "MAX_BATCH", "MERGE_DEPTH",
+    "NEG_INF", "PITCH", "PRODUCERS", "PRODUCER_REGISTERS", "PRODUCER_STEP", "P_PITCH", "ROW", "SHARE", "SHARED_LIMIT",
+    "SLICES", "S_PITCH", "TABLE_DEPTH", "TILE", "VALUE", "WARPS", "WARP_COLUMNS", "Plan", "cut",
 ]  # fmt: skip
 
 ROW, VALUE = 576, 512
 """Columns of a cache row, and those of them that are the value."""
-ROW_BYTES = 2 * ROW
-PITCH = ROW_BYTES + 16
-"""Bytes between rows of a slot: eight rows of an ldmatrix then lie in different banks."""
+PITCH = 2 * ROW + 16
+"""Bytes between bf16 rows: eight rows of an ldmatrix then lie in different banks."""
 CHUNK = 16
 """Cache rows per ring slot: one m16 tile of K, one k16 step of V."""
-SLOT = CHUNK * PITCH
 TILE = 4
 """Chunks between two exchanges of scores."""
 SLICES, K_STEPS = 4, 9
@@ -34,12 +32,20 @@ P_PITCH = 2 * CHUNK * TILE + 16
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 """Of 168 that 384 threads get at launch, moved between the roles."""
 MAX_BATCH = 128
-MERGE_DEPTH = 8
+SHARE = MAX_BATCH + 1
+"""Where the chunks per cluster lie, behind the first chunks of all requests and the sequence's length."""
+MERGE_DEPTH = 9
 """Partials of a request that a thread loads at once."""
 SHARED_LIMIT = 226 * 1024
 """227 KB less what the compiler reserves."""
 LOG2_E = 1.4426950408889634
 NEG_INF = float("-inf")
+
+
+def cut(query_rows: int, most: int) -> tuple[int, int]:
+    """Query rows of a request in groups: (how many, rows of each but the last: a multiple of 8, at most `most`)."""
+    groups = -(-query_rows // most)
+    return groups, -(-query_rows // (8 * groups)) * 8
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,23 @@ class Plan:
     idle: int
     min_chunks: int
     """A CTA's share of a segment is not cut finer than this."""
+    merge_split: int
+    """Warps that share a fragment in the second launch; 0: no second launch, the last cluster of a request merges."""
+    most_slots: int
+    """Ring slots of bf16 rows at most: what is in flight delays what is needed first."""
+    e4m3: bool
+    """Whether the cache holds E4M3 bytes."""
+
+    def __post_init__(self) -> None:
+        if (self.groups - 1) * self.rows >= self.all_rows:
+            raise ValueError("a group without query rows")
+        if 16 * self.slots + 16 > self.starts or self.slots < TILE:
+            raise ValueError("more ring slots than barriers, or fewer than a tile")
+
+    @property
+    def merge_warps(self) -> int:
+        """Of a CTA of the second launch."""
+        return max(WARPS, self.merge_split)
 
     @property
     def all_rows(self) -> int:
@@ -82,9 +105,19 @@ class Plan:
         return self.rows // WARPS
 
     @property
-    def query_chunks(self) -> int:
-        """Ring slots that Q takes."""
-        return -(-self.rows // CHUNK)
+    def row_bytes(self) -> int:
+        """Of a cache row."""
+        return ROW if self.e4m3 else 2 * ROW
+
+    @property
+    def pitch(self) -> int:
+        """Bytes between rows of a slot. E4M3 rows are read in one piece, bf16 rows by ldmatrix."""
+        return ROW if self.e4m3 else PITCH
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a ring slot."""
+        return CHUNK * self.pitch
 
     @property
     def warp_fragments(self) -> int:
@@ -118,7 +151,7 @@ class Plan:
 
     @property
     def starts(self) -> int:
-        """First chunk of each request in the sequence, and the sequence's length."""
+        """First chunk of each request in the sequence, the sequence's length, chunks per cluster."""
         return 512
 
     @property
@@ -157,17 +190,22 @@ class Plan:
         return self.scores + 4 * SLICES * S_PITCH * self.rows
 
     @property
-    def ring(self) -> int:
-        """The slots."""
+    def tile(self) -> int:
+        """A tile of rows converted from E4M3 to f16."""
         end = self.inbox + (512 * self.slice_fragments * self.cluster if self.cluster > 1 else 0)
         return -(-end // 128) * 128
 
     @property
+    def ring(self) -> int:
+        """The slots."""
+        return self.tile + (TILE * CHUNK * PITCH if self.e4m3 else 0)
+
+    @property
     def slots(self) -> int:
-        """As many as fit."""
-        return (SHARED_LIMIT - self.ring) // SLOT
+        """As many as are wanted and fit."""
+        return min(self.most_slots * (2 if self.e4m3 else 1), (SHARED_LIMIT - self.ring) // self.slot)
 
     @property
     def shared(self) -> int:
         """Bytes in all."""
-        return self.ring + self.slots * SLOT
+        return self.ring + self.slots * self.slot

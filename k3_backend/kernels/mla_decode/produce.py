@@ -1,19 +1,9 @@
-"""The producer warps: query rows and cache rows into the ring, one bulk copy each."""
+"""The producer warps: cache rows into the ring, one bulk copy each."""
 
 import cutlass
 from cutlass import Int32, Int64, cute
 from kernels.common.cute_ring import bulk_copy, expect, order_generic_before_bulk, store_zero_16b, wait
-from kernels.mla_decode.plan import (
-    CHUNK,
-    PITCH,
-    PRODUCER_STEP,
-    PRODUCERS,
-    ROW,
-    ROW_BYTES,
-    SLOT,
-    TABLE_DEPTH,
-    WARPS,
-)
+from kernels.mla_decode.plan import CHUNK, PRODUCER_STEP, PRODUCERS, ROW, TABLE_DEPTH, WARPS
 from kernels.mla_decode.work import shard_rows
 
 __all__ = ["produce"]
@@ -22,30 +12,26 @@ __all__ = ["produce"]
 @cute.jit
 def produce(
     base: Int32,
-    query: cute.Pointer,
     kv_cache: cute.Pointer,
     block_table: cute.Pointer,
     starts: cute.Pointer,
     lengths: cute.Pointer,
     part: tuple,
-    group: Int32,
     rank: Int32,
     max_pages: Int32,
     page: Int32,
     shard: tuple,
     plan: cutlass.Constexpr,
 ) -> None:
-    """What a producer warp does: for each segment of the cluster's part, Q and then this CTA's cache rows.
+    """What a producer warp does: this CTA's cache rows of each segment of the cluster's part.
 
     Args:
         base: shared memory.
-        query: bf16 [requests, all query rows, ROW].
-        kv_cache: bf16 [pages, page, ROW].
+        kv_cache: bf16 or E4M3 bytes [pages, page, ROW].
         block_table: int32 [requests, max_pages].
         starts: first chunk of each request in the sequence of all chunks, and the sequence's length.
         lengths: of each request.
         part: of the sequence: the request in which it starts, its first chunk, behind its last.
-        group: of query rows.
         rank: of this CTA in the cluster.
         max_pages: width of the table.
         page: rows.
@@ -53,9 +39,7 @@ def produce(
         plan: sizes.
     """
     request, position, stop = part
-    lane = cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    valid = cutlass.min(plan.all_rows - group * plan.rows, plan.rows)
     state = cute.make_rmem_tensor(2, Int32)
     state[0], state[1] = warp - WARPS, Int32(1)
     turn = warp - WARPS  # ring slots until this warp's next one
@@ -67,11 +51,6 @@ def produce(
             first = position - start + size * rank // plan.cluster
             end = position - start + size * (rank + 1) // plan.cluster
             if end > first:
-                if turn < plan.query_chunks:
-                    row = CHUNK * turn + lane % CHUNK
-                    source = query + (Int64(request * plan.all_rows + group * plan.rows) + row) * ROW
-                    fill_slot(base, state, source, cutlass.min(valid - CHUNK * turn, CHUNK), False, plan)
-                turn = (turn - plan.query_chunks) & (PRODUCERS - 1)
                 fill_rows(
                     base, state, kv_cache, block_table + Int64(request) * max_pages, page, CHUNK * (first + turn),
                     cutlass.min(CHUNK * end, shard_rows(lengths[request], *shard)), plan,
@@ -82,39 +61,30 @@ def produce(
 
 
 @cute.jit
-def fill_slot(
-    base: Int32,
-    state: cute.Tensor,
-    source: cute.Pointer,
-    count: Int32,
-    zero: cutlass.Constexpr,
-    plan: cutlass.Constexpr,
-) -> None:
-    """Copy a chunk's first `count` rows, one per lane, into the next slot of this warp.
+def fill_slot(base: Int32, state: cute.Tensor, source: cute.Pointer, count: Int32, plan: cutlass.Constexpr) -> None:
+    """Copy a chunk's first `count` rows, one per lane, into the next slot of this warp; the slot's others become zero.
 
     Args:
         base: shared memory.
         state: slot, and parity to wait for there; moves on to the warp's next slot.
         source: the lane's row.
         count: rows that exist.
-        zero: whether the others must be zero.
         plan: sizes.
     """
     lane = cute.arch.lane_idx()
     full = base + plan.barriers + 8 * state[0]
-    target = base + plan.ring + SLOT * state[0] + PITCH * lane
+    target = base + plan.ring + plan.slot * state[0] + plan.pitch * lane
     wait(full + 8 * plan.slots, state[1])
-    if cutlass.const_expr(zero):
-        if (lane >= count) & (lane < CHUNK):
-            for piece in cutlass.range(ROW_BYTES // 16, unroll=1):
-                store_zero_16b(target + 16 * piece)
-            order_generic_before_bulk()
-        cute.arch.sync_warp()
+    if (lane >= count) & (lane < CHUNK):
+        for piece in cutlass.range(plan.row_bytes // 16, unroll=1):
+            store_zero_16b(target + 16 * piece)
+        order_generic_before_bulk()
+    cute.arch.sync_warp()
     if lane == 0:
-        expect(full, ROW_BYTES * count)
+        expect(full, plan.row_bytes * count)
     cute.arch.sync_warp()
     if lane < count:
-        bulk_copy(target, source, ROW_BYTES, full)
+        bulk_copy(target, source, plan.row_bytes, full)
     state[0] += PRODUCERS
     if state[0] >= plan.slots:
         state[0] -= plan.slots
@@ -151,7 +121,7 @@ def fill_rows(
             begin = row + PRODUCER_STEP * u
             if begin < end:
                 source = kv_cache + Int64(entry[u] * Int64(page) + (begin + lane % CHUNK) % page) * ROW
-                fill_slot(base, state, source, cutlass.min(end - begin, CHUNK), True, plan)
+                fill_slot(base, state, source, cutlass.min(end - begin, CHUNK), plan)
         for u in cutlass.range_constexpr(TABLE_DEPTH):
             entry[u] = coming[u]
         row += PRODUCER_STEP * TABLE_DEPTH

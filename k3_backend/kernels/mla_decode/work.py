@@ -2,7 +2,7 @@
 
 import cutlass
 from cutlass import Int32, cute
-from kernels.mla_decode.plan import CHUNK, MAX_BATCH
+from kernels.mla_decode.plan import CHUNK, MAX_BATCH, SHARE
 
 __all__ = ["find_request", "plan_work", "shard_rows"]
 
@@ -33,8 +33,16 @@ def find_request(starts: cute.Pointer, batch: Int32, chunk: Int32) -> Int32:
 
 
 @cute.jit
-def plan_work(seq_lens: cute.Pointer, starts: cute.Pointer, lengths: cute.Pointer, batch: Int32, shard: tuple) -> None:
-    """One warp: lengths of all requests, and where their chunks start in the sequence."""
+def plan_work(
+    seq_lens: cute.Pointer,
+    starts: cute.Pointer,
+    lengths: cute.Pointer,
+    batch: Int32,
+    clusters: Int32,
+    shard: tuple,
+    plan: cutlass.Constexpr,
+) -> None:
+    """One warp: lengths of all requests, where their chunks start in the sequence, and each cluster's share of it."""
     lane = cute.arch.lane_idx()
     seen = []
     for part in cutlass.range_constexpr(MAX_BATCH // 32):
@@ -55,3 +63,5 @@ def plan_work(seq_lens: cute.Pointer, starts: cute.Pointer, lengths: cute.Pointe
             starts[32 * part + lane + 1] = total + ends
             lengths[32 * part + lane] = seen[part]
             total += cute.arch.shuffle_sync(ends, offset=31)
+    if lane == 0:
+        starts[SHARE] = cutlass.max((total + clusters - 1) // clusters, plan.min_chunks * plan.cluster)

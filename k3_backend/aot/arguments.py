@@ -26,6 +26,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     "i32": torch.int32,
     "i64": torch.int64,
     "u8": torch.uint8,
+    "e4m3": torch.float8_e4m3fn,
 }
 
 

@@ -49,6 +49,7 @@ DTYPES: dict[DType, torch.dtype] = {
     "i32": torch.int32,
     "i64": torch.int64,
     "u8": torch.uint8,
+    "e4m3": torch.float8_e4m3fn,
 }
 BATCH_FIELDS = ("slots", "accepted", "block_table", "seq_lens", "slot_mapping")
 """Bindings that are fields of the batch."""
@@ -256,6 +257,7 @@ def _kda(g: Geometry, layer: int) -> list[Site]:
 
 def _mla(g: Geometry, layer: int, tokens: int) -> list[Site]:
     cache = f"kv_cache.{layer}"
+    cached: dict[str, int | float] = {"cache_format": 0, "k_scale": 1.0}
     core: dict[str, int | float] = {
         "tokens": tokens,
         "scale": float((g.nope + g.pe) ** -0.5),
@@ -263,10 +265,11 @@ def _mla(g: Geometry, layer: int, tokens: int) -> list[Site]:
         "dcp_size": 1,
         "interleave": 1,
         "kv_lora": g.kv_lora,
+        **cached,
     }
     return [
         Site(
-            layer, "mla_query", "mla_query", {"eps": g.eps},
+            layer, "mla_query", "mla_query", {"eps": g.eps, **cached},
             {"proj": "mla_proj", "slot_mapping": "slot_mapping", "query": "query", "kv_cache": cache},
         ),
         Site(

@@ -15,7 +15,7 @@ from k3_backend.geometry import Geometry
 
 __all__ = ["AttrSpec", "DType", "OpSpec", "Role", "Shape", "TensorSpec"]
 
-DType = Literal["bf16", "f32", "i32", "i64", "u8"]
+DType = Literal["bf16", "f32", "i32", "i64", "u8", "e4m3"]
 Role = Literal["activation", "constant", "metadata", "state", "output"]
 Shape = tuple[int, ...]
 Dims = Mapping[str, int]

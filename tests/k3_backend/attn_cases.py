@@ -124,7 +124,7 @@ def mla_query_case(g: Geometry, rows: int, seed: int = 0, page: int = 16) -> Cas
         "query": torch.full((rows, g.heads, g.mla_row), NAN, dtype=BF16),
         "kv_cache": torch.full((pages, page, g.mla_row), NAN, dtype=BF16),
     }
-    return Case("mla_query", tensors, {"eps": g.eps}, rows)
+    return Case("mla_query", tensors, {"eps": g.eps, "cache_format": 0, "k_scale": 1.0}, rows)
 
 
 def local_rows(length: int, rank: int, size: int, interleave: int) -> int:
@@ -157,7 +157,7 @@ def mla_decode_case(
     }
     attrs: dict[str, int | float] = {
         "tokens": tokens, "scale": (g.nope + g.pe) ** -0.5, "dcp_rank": shard[0], "dcp_size": shard[1],
-        "interleave": shard[2], "kv_lora": g.kv_lora,
+        "interleave": shard[2], "kv_lora": g.kv_lora, "cache_format": 0, "k_scale": 1.0,
     }  # fmt: skip
     return Case("mla_decode", tensors, attrs, batch * tokens)
 

@@ -14,7 +14,10 @@ from torch import Tensor
 from k3_backend.geometry import Geometry
 from k3_backend.ops import OPS
 
-_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8}
+_DTYPES = {
+    "bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8,
+    "e4m3": torch.float8_e4m3fn,
+}  # fmt: skip
 NAN = float("nan")
 
 
@@ -127,6 +130,16 @@ def kda_decode(d: Draw, requests: int, tokens: int, pool_tokens: int) -> Case:
     return Case("kda_decode", t, {"gate_lower_bound": d.g.gate_lower_bound, "eps": d.g.eps, "l2_eps": d.g.l2_eps})
 
 
+def with_e4m3_cache(case: Case, k_scale: float) -> Case:
+    """A case of mla_query or mla_decode with an FP8 cache; what was NaN stays NaN."""
+    cache = tensor(case.tensors, "kv_cache").float() / k_scale
+    t = {**case.tensors, "kv_cache": None, "kv_cache_e4m3": cache.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)}
+    return Case(case.op, t, {**case.attrs, "cache_format": 1, "k_scale": k_scale})
+
+
+BF16_CACHE = {"cache_format": 0, "k_scale": 1.0}
+
+
 def mla_query(d: Draw, rows: int, page: int) -> Case:
     """Distinct cache rows; every third row of the batch writes nothing. The gate section is NaN: it is not read."""
     pages = 2 + rows // page
@@ -134,8 +147,9 @@ def mla_query(d: Draw, rows: int, page: int) -> Case:
     mapping = torch.tensor(d.distinct(page, pages * page - 1, rows))
     mapping[1::3] = -1
     t["slot_mapping"] = mapping
+    t["kv_cache_e4m3"] = None
     tensor(t, "proj")[:, d.g.q_lora + d.g.mla_row :] = NAN
-    return Case("mla_query", t, {"eps": d.g.eps})
+    return Case("mla_query", t, {"eps": d.g.eps, **BF16_CACHE})
 
 
 def shard_positions(length: int, rank: int, ranks: int, interleave: int) -> list[int]:
@@ -173,7 +187,7 @@ def mla_decode(d: Draw, rows: list[Tensor], query: Tensor, tokens: int, page: in
         "seq_lens": torch.tensor([len(r) for r in rows], dtype=torch.int32),
     }
     attrs = {"tokens": tokens, "dcp_rank": rank, "dcp_size": ranks, "interleave": interleave, "kv_lora": d.g.kv_lora}
-    return Case("mla_decode", t, {**attrs, "scale": (d.g.nope + d.g.pe) ** -0.5})
+    return Case("mla_decode", t, {**attrs, **BF16_CACHE, "scale": (d.g.nope + d.g.pe) ** -0.5})
 
 
 def mla_value(d: Draw, rows: int, shards: int) -> Case:

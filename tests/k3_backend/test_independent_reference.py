@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from independent_cases import (
+    BF16_CACHE,
     NAN,
     Case,
     Draw,
@@ -31,10 +32,11 @@ from independent_cases import (
     oproj_allreduce,
     shard_positions,
     tensor,
+    with_e4m3_cache,
 )
 from numpy.typing import NDArray
 from numpy_maths.kda import conv_silu_sequence, kda_prefill
-from numpy_maths.mla import expanded, mla_attention
+from numpy_maths.mla import expanded, mla_attention, nearest_e4m3
 from numpy_maths.moe import mxfp4_decode
 from numpy_reference import NUMPY_OPS, as_numpy
 from torch import Tensor
@@ -77,7 +79,9 @@ def assert_agree(case: Case) -> dict[str, NDArray[Any]]:
     """Both implementations return every output and state, and the same values; returns the numpy results."""
     expected = NUMPY_OPS[case.op](as_numpy(case.tensors), case.attrs)
     actual = project(case)
-    assert set(actual) == set(expected) == {s.name for s in OPS[case.op].tensors if s.role in ("state", "output")}
+    given = {name for name, value in case.tensors.items() if value is not None}
+    written = {s.name for s in OPS[case.op].tensors if s.role == "output" or (s.role == "state" and s.name in given)}
+    assert set(actual) == set(expected) == written
     for name, value in expected.items():
         assert_close(actual[name], value, f"{case.op} {name}")
     return expected
@@ -197,6 +201,31 @@ def test_mla_query_and_cache_insert(g: Geometry, requests: int, tokens: int) -> 
     case = mla_query(draw(g, requests, tokens), requests * tokens, PAGE)
     result = assert_agree(case)
     assert np.isfinite(result["query"]).all()
+
+
+@both
+@pytest.mark.parametrize("k_scale", [1.0, 2.0**-8, 0.37, 64.0])
+def test_mla_cache_insert_in_e4m3(g: Geometry, k_scale: float) -> None:
+    """A scale applied the wrong way round, elements that overflow or round through bf16, subnormals flushed."""
+    case = with_e4m3_cache(mla_query(draw(g, 3, 2), 6, PAGE), k_scale)
+    result = reference("mla_query")(case.tensors, case.attrs, torch.float64)
+    bf16 = reference("mla_query")(mla_query(draw(g, 3, 2), 6, PAGE).tensors, {"eps": g.eps, **BF16_CACHE})
+    mapping = tensor(case.tensors, "slot_mapping")
+    rows = mapping[mapping >= 0]
+    got, row = (cache.flatten(0, 1)[rows].numpy() for cache in (result["kv_cache_e4m3"], bf16["kv_cache"]))
+    np.testing.assert_array_equal(got, nearest_e4m3(row / k_scale))
+    torch.testing.assert_close(result["query"], bf16["query"], rtol=0, atol=0)
+
+
+@both
+@pytest.mark.parametrize("k_scale", [0.37, 64.0])
+def test_mla_decode_from_e4m3(g: Geometry, k_scale: float) -> None:
+    """A scale left out of the scores or of the values, bytes read as bf16, NaN bytes of unowned rows."""
+    d = draw(g, 3, 2)
+    rows, query = _requests(d, 3, 2)
+    for rank in range(2):
+        case = with_e4m3_cache(mla_decode(d, rows, query, 2, PAGE, (rank, 2, 1)), k_scale)
+        assert np.isfinite(assert_agree(case)["out"]).all()
 
 
 def test_mla_norms_equal_the_published_one() -> None:

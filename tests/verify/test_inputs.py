@@ -7,6 +7,7 @@ import torch
 
 from k3_backend.ops import OPS
 from k3_backend.ops.registry import reference
+from verify.evaluator.execute import as_tensor, expect, measure
 from verify.evaluator.inputs import CAPTURED, Call, Case, kinds, make, smallest_batch
 from verify.evaluator.plan import draw_plan, from_json
 
@@ -58,17 +59,20 @@ def test_free_parts_do_not_matter_and_fixed_parts_stay(op: str, kind: str, batch
     for name, free in call.masks.free.items():
         tensor = poisoned[name]
         assert tensor is not None
-        tensor[free] = float("nan")
+        if tensor.dtype == torch.float8_e4m3fn:  # which torch does not index; 127 is NaN
+            tensor.view(torch.uint8)[free] = 127
+        else:
+            tensor[free] = float("nan")
     clean, dirty = reference(op)(call.tensors, call.attrs), reference(op)(poisoned, call.attrs)
     for name in call.outputs:
         assert torch.equal(torch.nan_to_num(clean[name], nan=123.0), torch.nan_to_num(dirty[name], nan=123.0)), name
     for spec in OPS[op].tensors:
-        if spec.role == "state":
-            written, before = call.masks.written[spec.name], poisoned[spec.name]
-            assert before is not None
+        before = poisoned.get(spec.name)
+        if spec.role == "state" and before is not None:
+            written = call.masks.written[spec.name]
             assert torch.equal(clean[spec.name][written], dirty[spec.name][written])
             left = dirty[spec.name][~written]
-            assert torch.equal(torch.nan_to_num(left), torch.nan_to_num(before[~written].to(left.dtype)))
+            assert torch.equal(torch.nan_to_num(left), torch.nan_to_num(before.to(left.dtype)[~written]))
 
 
 def test_kda_slots_are_scattered_and_padding_is_mixed_in() -> None:
@@ -183,3 +187,34 @@ def test_every_batch_can_be_drawn() -> None:
     }
     assert len(drawn) > 45
     assert max(drawn) <= 64
+
+
+@pytest.mark.parametrize("op", ["mla_query", "mla_decode"])
+def test_e4m3_caches_saturate_and_go_subnormal(op: str) -> None:
+    """Scales under which no byte reaches either end of the format, where conversions go wrong."""
+    ends: set[str] = set()
+    for at in range(40):
+        call = make(case(op, "e4m3", 3, 1, f"{at:x}"))
+        assert call.tensors["kv_cache"] is None
+        assert call.attrs["cache_format"] == 1
+        written = reference(op)(call.tensors, call.attrs) if op == "mla_query" else call.tensors
+        cache = written["kv_cache_e4m3"]
+        assert cache is not None
+        size = cache.double().abs()
+        ends |= {"largest"} if bool((size == 448).any()) else set()
+        ends |= {"subnormal"} if bool(((size > 0) & (size < 2.0**-6)).any()) else set()
+    assert ends == {"largest", "subnormal"}
+
+
+def test_e4m3_results_are_measured_by_value_with_the_format_s_own_floor() -> None:
+    """Bytes compared as integers, or held to the floor of fp32."""
+    call = make(case("mla_query", "e4m3", 3, 1))
+    expected = expect(call)
+    got = dict(expected.standard)
+    got["kv_cache_e4m3"] = as_tensor(got["kv_cache_e4m3"].view(torch.uint8).numpy(), "e4m3")
+    rows = {row["tensor"]: row for row in measure(call, expected, got, "first")[0]}
+    row = rows["kv_cache_e4m3"]
+    assert row["dtype"] == "e4m3"
+    assert row["candidate"] == row["standard"]
+    assert row["tolerance"]["element"] >= 2.0**-3
+    assert row["tolerance"]["mean"] < 0.05

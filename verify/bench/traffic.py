@@ -19,7 +19,7 @@ from verify.protocol.floors import Traffic
 
 __all__ = ["cell_traffic", "half_layer_traffic", "op_traffic", "step_traffic"]
 
-_ITEM_BYTES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1}
+_ITEM_BYTES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8, "u8": 1, "e4m3": 1}
 _EXPERT_TENSORS = ("w13", "w2")
 
 

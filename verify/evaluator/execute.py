@@ -35,6 +35,8 @@ NUDGED_ROWS = 32
 
 _ROW_DIMS = {"state": 2}
 """Tensors whose rows are matrices."""
+_KINDS = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
+"""dtype -> row of the protocol's floors; f32 for all others."""
 _SCORE_ULPS = 2.0**-22
 """Part of the near-tie slack that is due to the sigmoid and the addition of the bias, in f32 (four roundings at 1)."""
 
@@ -124,7 +126,7 @@ def _value_row(name: str, got: Tensor, expected: Expected, run: str) -> dict[str
 
 
 def _row(name: str, dtype: torch.dtype, run: str, varies: float, errors: Mapping[str, Errors]) -> dict[str, Any]:
-    kind = "bf16" if dtype == torch.bfloat16 else "f32"
+    kind = _KINDS.get(dtype, "f32")
     records = {who: measured.record() for who, measured in errors.items()}
     allowed = tolerance(kind, records["standard"], records["rounding"])
     return {"run": run, "tensor": name, "dtype": kind, "spread": varies, **records, "tolerance": allowed}
@@ -361,14 +363,18 @@ def _digest(call: Call) -> str:
 
 
 def bits(tensor: Tensor) -> npt.NDArray[Any]:
-    """A tensor as numpy; bf16 as uint16."""
+    """A tensor as numpy; bf16 as uint16, e4m3 as uint8."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.contiguous().view(torch.uint8).numpy()
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
     return tensor.contiguous().numpy()
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: str) -> Tensor:
-    """An array as a tensor over the same memory; uint16 bits as bf16."""
+    """An array as a tensor over the same memory; uint16 bits as bf16, uint8 bits as e4m3 if that is meant."""
+    if dtype == "e4m3":
+        return torch.from_numpy(array).view(torch.float8_e4m3fn)
     if dtype == "bf16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -376,7 +382,9 @@ def as_tensor(array: npt.NDArray[Any], dtype: str) -> Tensor:
 
 def _raw(tensor: Tensor) -> Tensor:
     """Bits, so that NaN equals itself and -0 differs from 0."""
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return tensor.contiguous().view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    )
 
 
 def _numpy(mask: Tensor | None) -> npt.NDArray[np.bool_] | None:

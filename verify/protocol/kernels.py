@@ -50,10 +50,11 @@ which is twice what rounding does."""
 
 FLOORS: Mapping[str, Mapping[str, float]] = {
     "bf16": {"element": 2.0**-7, "row_l2": 2.0**-9, "mean": 2.0**-12},
+    "e4m3": {"element": 2.0**-3, "row_l2": 2.0**-5, "mean": 2.0**-8},
     "f32": {"element": 2.0**-15, "row_l2": 2.0**-16, "mean": 2.0**-18},
 }
-"""What is allowed where standard path and roundings happen to be exact. bf16: one last place of one element. f32: 2^8
-last places of one element, for sums of many terms in another order and approximated exponentials."""
+"""What is allowed where standard path and roundings happen to be exact. bf16, e4m3: one last place of one
+element. f32: 2^8 last places of one element, for sums of many terms in another order and approximated exponentials."""
 
 LARGEST_MEAN = 0.2
 """A comparison whose tolerance of `mean` is above this has no power: zeros (mean = 1) would come near it."""
@@ -113,7 +114,7 @@ def tolerance(dtype: str, standard: Mapping[str, Any], rounding: Mapping[str, An
     """What a tensor's errors may be, by measure.
 
     Args:
-        dtype: `bf16` or `f32`, the tensor's own.
+        dtype: `bf16`, `e4m3` or `f32`, the tensor's own.
         standard: the standard path's errors on the same inputs.
         rounding: errors of the reference without its bf16 roundings against the reference with them.
     """

@@ -150,6 +150,8 @@ def as_tensor(session: Session, view: Mapping[str, Any] | None) -> Any:
     array = parsed.array(session.buffer)
     if parsed.dtype == "bf16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if parsed.dtype == "e4m3":
+        return torch.from_numpy(array).view(torch.float8_e4m3fn)
     return torch.from_numpy(array)
 
 

@@ -26,6 +26,7 @@ STORAGE: dict[str, type[np.generic]] = {
     "i32": np.int32,
     "i64": np.int64,
     "u8": np.uint8,
+    "e4m3": np.uint8,  # likewise
 }
 """dtype name -> how numpy holds it."""
 
@@ -69,7 +70,7 @@ class View:
         return view
 
     def array(self, buffer: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-        """The view's elements, sharing memory with `buffer` (u8 [bytes]). bf16 comes as its bits in uint16.
+        """The view's elements, sharing memory with `buffer` (u8 [bytes]). bf16 and e4m3 come as their bits.
 
         Raises:
             ValueError: the view reaches beyond the buffer.

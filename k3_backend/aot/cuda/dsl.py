@@ -21,6 +21,7 @@ _DTYPES = {
     "i32": cutlass.Int32,
     "i64": cutlass.Int64,
     "u8": cutlass.Uint8,
+    "e4m3": cutlass.Uint8,  # bytes: kernels convert by PTX instructions
 }
 
 

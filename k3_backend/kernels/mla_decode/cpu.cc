@@ -285,6 +285,7 @@ K3_EXPORT(mla_decode) {
   int64_t M = 0, cache[3] = {}, table[2] = {};
   c.query = bind<const bf16>(in, {kAny, H, ROW}, "query must be [M, H, ROW]", &M);
   c.cache = in.tensor<const bf16>(3, cache);
+  in.tensor<const uint8_t>(3);  // kv_cache_e4m3: no such call is supported
   c.block_table = in.tensor<const int32_t>(2, table);
   c.seq_lens = bind<const int32_t>(in, {table[0]}, "seq_lens must be [B]");
   c.out = bind<bf16>(in, {M, H, KL}, "out must be [M, H, KL]");
@@ -294,7 +295,8 @@ K3_EXPORT(mla_decode) {
   c.dcp_rank = in.integer();
   c.dcp_size = in.integer();
   c.interleave = in.integer();
-  const int64_t kv_lora = in.integer();
+  const int64_t kv_lora = in.integer(), cache_format = in.integer();
+  in.real();  // k_scale is 1 with bf16 rows
   const int32_t threads = int32_t(in.integer());
   const int64_t split = in.integer();
   c.tile = in.integer();
@@ -305,6 +307,7 @@ K3_EXPORT(mla_decode) {
   c.page = cache[1];
   c.max_pages = table[1];
   if (cache[2] != ROW || kv_lora != KL || M != c.B * c.T) in.fail("kv_cache must be [pages, page, ROW], kv_lora KL, M = B * T");
+  if (cache_format != 0 || !c.cache) in.fail("cache_format must be 0, with kv_cache");
   if (in.finish()) return -1;
   const char* why = check(c);
   if (!why) why = plan_and_run(ctx, c, split, threads);

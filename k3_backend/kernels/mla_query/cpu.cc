@@ -223,9 +223,13 @@ K3_EXPORT(mla_query) {
   c.slot_mapping = bind<const int64_t>(in, {c.M}, "slot_mapping must be [M]");
   c.query = bind<bf16>(in, {c.M, H, ROW}, "query must be [M, H, ROW]");
   c.cache = in.tensor<bf16>(3, cache);
+  in.tensor<uint8_t>(3);  // kv_cache_e4m3: no such call is supported
   c.eps = in.real();
+  const int64_t cache_format = in.integer();
+  in.real();  // k_scale is 1 with bf16 rows
   const gemm::Tunables tunables(in);
   c.walk = tunables.walk;
+  if (cache_format != 0 || !c.cache) in.fail("cache_format must be 0, with kv_cache");
   if (cache[2] != ROW) in.fail("kv_cache must be [pages, page, ROW]");
   if (in.finish()) return -1;
   if (const char* why = check(c, cache[0] * cache[1])) in.fail(why);

@@ -59,6 +59,7 @@ def mla_query(
     rows: Int32,
     tiles: Int32,
     eps: Float32,
+    k_scale: Float32,
     *,
     plan: cutlass.Constexpr,
 ) -> None:
@@ -73,7 +74,7 @@ def mla_query(
         else:
             by_k.query_rows(proj, q_norm, w_qb, w_uk_t, query, rows, tiles, eps, head, group, rank, plan)
     else:
-        _insert_rows(proj, kv_norm, slot_mapping, kv_cache, rows, eps, rank, plan)
+        _insert_rows(proj, kv_norm, slot_mapping, kv_cache, rows, eps, k_scale, rank, plan)
 
 
 @cute.jit
@@ -84,6 +85,7 @@ def _insert_rows(
     kv_cache: cute.Pointer,
     rows: Int32,
     eps: Float32,
+    k_scale: Float32,
     rank: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
@@ -110,9 +112,34 @@ def _insert_rows(
                     x, y = unpack_bf16x2(latent[part][i])
                     v, w = unpack_bf16x2(norm[part][i])
                     values.append(pack_bf16x2(x * scale * v, y * scale * w))
-                store_4xb32(target + 256 * part, values)
+                _store_row(target + 256 * part, values, k_scale, plan)
             if lane < plan.pe // 8:
-                store_4xb32(target + plan.kv_lora, load_4xb32(source + plan.kv_lora))
+                _store_row(target + plan.kv_lora, load_4xb32(source + plan.kv_lora), k_scale, plan)
+
+
+@cute.jit
+def _store_row(target: cute.Pointer, pairs: list, k_scale: Float32, plan: cutlass.Constexpr) -> None:
+    """Eight elements of a cache row, given as bf16 pairs."""
+    if cutlass.const_expr(plan.e4m3):
+        words = []
+        for i in cutlass.range_constexpr(2):
+            x, y = unpack_bf16x2(pairs[2 * i])
+            v, w = unpack_bf16x2(pairs[2 * i + 1])
+            words.append(_pack_4xe4m3((x / k_scale, y / k_scale, v / k_scale, w / k_scale)))
+        cute.arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[target, *words])
+    else:
+        store_4xb32(target, pairs)
+
+
+@cute.jit
+def _pack_4xe4m3(values: tuple) -> Int32:
+    """Four Float32 as E4M3 bytes in one register, to nearest even, saturated; NaN stays NaN."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 y, {$r3}, {$r2}; mov.b32 {$w0}, {x, y}; }",
+        write_only_types=[Int32],
+        read_only_args=[*values],
+    )
 
 
 def variant(choices: Choices) -> Variant:
@@ -122,14 +149,15 @@ def variant(choices: Choices) -> Variant:
     plan = Plan(
         heads=g.heads, proj_row=g.mla_proj_rows, q_lora=g.q_lora, kv_lora=g.kv_lora, nope=g.nope, pe=g.pe, form=form,
         tile=choices["tile"], looped=choices["looped"] == 1, groups=choices["groups"], warps=choices["warps"],
-        cluster=choices["cluster"],
+        cluster=choices["cluster"], e4m3=choices["cache_format"] == 1,
     )  # fmt: skip
     launch = Launch(
         name="mla_query",
         kernel=mla_query,
         arguments=(
-            "proj", "q_norm", "kv_norm", "w_qb", "w_uk_t", "slot_mapping", "query", "kv_cache", "M",
-            Value("tiles", f"ceil_div(M, {plan.tile})"), "eps",
+            "proj", "q_norm", "kv_norm", "w_qb", "w_uk_t", "slot_mapping", "query",
+            "kv_cache_e4m3" if plan.e4m3 else "kv_cache", "M",
+            Value("tiles", f"ceil_div(M, {plan.tile})"), "eps", "k_scale",
         ),
         grid=(f"(H * {plan.groups} + 1) * {plan.cluster}", 1, 1),
         block=plan.threads,

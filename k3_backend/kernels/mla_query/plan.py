@@ -31,6 +31,8 @@ class Plan:
     """Per CTA."""
     cluster: int
     """CTAs that share a head."""
+    e4m3: bool
+    """Whether the cache holds E4M3 bytes."""
 
     def __post_init__(self) -> None:
         if self.form == BY_K and (self.warps != self.cluster or self.tile % 16 or self.tile > 64):

@@ -18,8 +18,8 @@ def reference(
     """Attention over cached latent rows, value = first KL columns, base-2 log-sum-exp of the scaled scores.
 
     Args:
-        t: query [B*T, H, ROW], kv_cache [pages, page, ROW], block_table [B, max_pages], seq_lens [B].
-        a: tokens, scale, dcp_rank, dcp_size, interleave, kv_lora.
+        t: query [B*T, H, ROW], kv_cache or kv_cache_e4m3 [pages, page, ROW], block_table [B, max_pages], seq_lens [B].
+        a: tokens, scale, dcp_rank, dcp_size, interleave, kv_lora, cache_format, k_scale.
         dtype: type of the computation and of the results.
         rounding: round `out` to bf16.
 
@@ -27,7 +27,7 @@ def reference(
         out [B*T, H, KL] and lse [B*T, H]; a row that sees no position has out 0 and lse -inf.
     """
     bf16 = rounding_to_bf16(rounding)
-    query, cache = need(t, "query").to(dtype), need(t, "kv_cache")
+    query, cache = need(t, "query").to(dtype), need(t, ("kv_cache", "kv_cache_e4m3")[int(a["cache_format"])])
     tokens, value_width, interleave, ranks = (int(a[n]) for n in ("tokens", "kv_lora", "interleave", "dcp_size"))
     flat, page_size = cache.view(-1, cache.shape[-1]), cache.shape[1]
     out = torch.zeros(*query.shape[:2], value_width, dtype=dtype)
@@ -41,7 +41,7 @@ def reference(
                 continue
             local = position // (interleave * ranks) * interleave + position % interleave
             page = need(t, "block_table")[b, local // page_size]
-            rows = flat[page.long() * page_size + local % page_size].to(dtype)
+            rows = flat[page.long() * page_size + local % page_size].to(dtype) * a["k_scale"]
 
             m = b * tokens + i
             score = query[m] @ rows.T * a["scale"]

@@ -1,7 +1,8 @@
 """MLA decode core as stock serving runs it on a CPU: rows gathered from pages, then torch's fused attention.
 
 `scaled_dot_product_attention` does not return the log-sum-exp that shards are merged by, so its CPU kernel is called
-by its own name. Against matrix products with a softmax between them it was faster at every shape tried.
+by its own name. An E4M3 cache is converted to bf16, which is exact, after gathering; its scale goes into the scores'
+factor and the result. Against matrix products with a softmax between them it was faster at every shape tried.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
     """Attention of B*T query rows over the shard's cached rows.
 
     Args:
-        t: query [B*T, H, ROW] bf16, kv_cache [pages, page, ROW] bf16, block_table [B, max_pages] i32, seq_lens [B] i32.
-        a: tokens, scale, dcp_rank, dcp_size, interleave, kv_lora.
+        t: query [B*T, H, ROW] bf16, kv_cache [pages, page, ROW] bf16 or kv_cache_e4m3, block_table [B, max_pages]
+            i32, seq_lens [B] i32.
+        a: tokens, scale, dcp_rank, dcp_size, interleave, kv_lora, cache_format, k_scale.
 
     Returns:
         out [B*T, H, KL] bf16 and lse [B*T, H] f32, base 2; out 0 and lse -inf for rows that see nothing.
     """
-    query, cache, table, lengths = (need(t, n) for n in ("query", "kv_cache", "block_table", "seq_lens"))
+    query, table, lengths = (need(t, n) for n in ("query", "block_table", "seq_lens"))
+    cache = need(t, ("kv_cache", "kv_cache_e4m3")[int(a["cache_format"])])
     requests, tokens, kv_lora = lengths.shape[0], int(a["tokens"]), int(a["kv_lora"])
     heads = query.shape[1]
     page_size = cache.shape[1]
@@ -54,7 +57,9 @@ def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
         part = slice(first, first + step)
         rows = query[first * tokens : (first + step) * tokens]
         seen = None if full else visible[part]
-        out[part], lse[part] = attend(rows, cache, index[part], seen, a["scale"], kv_lora)
+        out[part], lse[part] = attend(rows, cache, index[part], seen, a["scale"] * a["k_scale"], kv_lora)
+    if a["cache_format"]:
+        out = (out.float() * a["k_scale"]).to(torch.bfloat16)
     return {"out": out.flatten(0, 1), "lse": lse.flatten(0, 1)}
 
 
@@ -76,7 +81,7 @@ def attend(
 
     Args:
         query: [B*T, H, ROW] bf16.
-        cache: [pages, page, ROW] bf16.
+        cache: [pages, page, ROW] bf16 or e4m3.
         index: [B, L] flat cache rows in order of position; entries behind what a request sees may hold anything.
         visible: [B, T] number of leading rows that each query row sees; None if all see all L.
         scale: factor of the scores.
@@ -97,7 +102,7 @@ def attend(
         hidden = position >= visible.unsqueeze(2)
         mask = torch.zeros(hidden.shape, dtype=torch.bfloat16, device=index.device).masked_fill_(hidden, -torch.inf)
 
-    rows = cache.view(-1, row).index_select(0, index.flatten()).view(requests, 1, length, row)
+    rows = _gather(cache.view(-1, row), index.flatten()).view(requests, 1, length, row)
     if tokens * heads <= HEADS_AS_BATCH:
         rows = rows.expand(requests, tokens * heads, length, row)
         query = query.view(requests, tokens * heads, 1, row)
@@ -115,6 +120,13 @@ def attend(
         out = torch.where(some.unsqueeze(3), out, 0.0)
         lse = torch.where(some, lse, -torch.inf)
     return out, lse
+
+
+def _gather(flat: Tensor, index: Tensor) -> Tensor:
+    """Rows of [rows, ROW] bf16 or e4m3, as bf16."""
+    if flat.dtype == torch.bfloat16:
+        return flat.index_select(0, index)
+    return flat.view(torch.uint8).index_select(0, index).view(torch.float8_e4m3fn).to(torch.bfloat16)
 
 
 def _per_head(mask: Tensor, heads: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3_backend.ops.e4m3 import to_e4m3
 from k3_backend.ops.eager import holds_for_all, linear, rms_norm
 from k3_backend.ops.maths import Attributes, Tensors, need
 
@@ -12,13 +13,14 @@ __all__ = ["standard"]
 
 
 def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
-    """Writes kv_cache rows in place, returns query [M, H, ROW] bf16.
+    """Writes rows of the cache in place, returns query [M, H, ROW] bf16.
 
     Args:
         t: tensors of the op's interface.
-        a: eps.
+        a: eps, cache_format, k_scale.
     """
-    proj, cache, w_uk_t = need(t, "proj"), need(t, "kv_cache"), need(t, "w_uk_t")
+    proj, w_uk_t = need(t, "proj"), need(t, "w_uk_t")
+    cache = need(t, ("kv_cache", "kv_cache_e4m3")[int(a["cache_format"])])
     q_lora, kv_lora, row = need(t, "q_norm").shape[0], need(t, "kv_norm").shape[0], cache.shape[-1]
     heads, nope, _ = w_uk_t.shape
     rows = proj.shape[0]
@@ -31,6 +33,8 @@ def standard(t: Tensors, a: Attributes) -> dict[str, Tensor]:
 
     latent = rms_norm(proj[:, q_lora : q_lora + kv_lora], need(t, "kv_norm"), a["eps"])
     new = torch.cat([latent, proj[:, q_lora + kv_lora : q_lora + row]], -1)
+    if a["cache_format"]:  # as bytes: torch does not index E4M3 tensors
+        new, cache = to_e4m3(new.float() / a["k_scale"]).view(torch.uint8), cache.view(torch.uint8)
     _insert(cache.view(-1, row), need(t, "slot_mapping"), new)
     return {"query": query}
 

@@ -11,11 +11,27 @@ import numpy as np
 from numpy_maths.common import Array, Attributes, Inputs, Outputs, given, rms_norm, sigmoid
 
 
+def e4m3_values() -> Array:
+    """Values of the codes 0 to 126 of OCP E4M3, ascending; 127 is NaN."""
+    code = np.arange(127)
+    exponent, mantissa = code // 8, code % 8
+    return np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+
+
+def nearest_e4m3(x: Array) -> Array:
+    """The nearest value, of two the one with the even code; what is too large becomes 448."""
+    values = e4m3_values()
+    distance = np.abs(np.abs(x)[..., None] - values)
+    best = np.where(distance == distance.min(-1, keepdims=True), np.arange(127) % 2, 2).argmin(-1)
+    return np.sign(x) * values[best]
+
+
 def mla_query(t: Inputs, a: Attributes) -> Outputs:
     """Absorbed query rows, and latent cache rows written through the slot mapping."""
     q_norm, kv_norm, w_qb, w_uk_t = (given(t, name) for name in ("q_norm", "kv_norm", "w_qb", "w_uk_t"))
     proj, mapping = given(t, "proj"), given(t, "slot_mapping")
-    kv_cache = given(t, "kv_cache").copy()
+    name = "kv_cache_e4m3" if a["cache_format"] else "kv_cache"
+    kv_cache = given(t, name).copy()
     page = kv_cache.shape[1]
     q_lora, kv_lora = q_norm.size, kv_norm.size
     heads, nope, _ = w_uk_t.shape
@@ -31,13 +47,16 @@ def mla_query(t: Inputs, a: Attributes) -> Outputs:
         if mapping[m] >= 0:
             kv_a = row[q_lora : q_lora + row_width]
             cached = np.concatenate([rms_norm(kv_a[:kv_lora], kv_norm, float(a["eps"])), kv_a[kv_lora:]])
+            if a["cache_format"]:
+                cached = nearest_e4m3(cached / float(a["k_scale"]))
             kv_cache[mapping[m] // page, mapping[m] % page] = cached
-    return {"query": query, "kv_cache": kv_cache}
+    return {"query": query, name: kv_cache}
 
 
 def mla_decode(t: Inputs, a: Attributes) -> Outputs:
     """Softmax attention of absorbed queries over one shard's cached rows, and its base-2 log-sum-exp."""
-    query, cache, table, lens = (given(t, name) for name in ("query", "kv_cache", "block_table", "seq_lens"))
+    query, table, lens = (given(t, name) for name in ("query", "block_table", "seq_lens"))
+    cache = given(t, "kv_cache_e4m3" if a["cache_format"] else "kv_cache") * float(a["k_scale"])
     tokens, kv_lora = int(a["tokens"]), int(a["kv_lora"])
     ranks, rank, interleave = int(a["dcp_size"]), int(a["dcp_rank"]), int(a["interleave"])
     page = cache.shape[1]

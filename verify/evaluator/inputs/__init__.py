@@ -73,7 +73,7 @@ def kinds(op: str) -> tuple[str, ...]:
     return (*_SOURCES[op].kinds, CAPTURED)
 
 
-_SMALLEST_BATCH = {"padding": 2, "empty": 2, "sharded": 2, "ragged": 4}
+_SMALLEST_BATCH = {"padding": 2, "empty": 2, "sharded": 2, "ragged": 4, "e4m3": 2}
 
 
 def smallest_batch(kind: str) -> int:

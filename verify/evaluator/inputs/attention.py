@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3_backend.ops.e4m3 import to_e4m3
 from verify.evaluator.inputs.draw import ACTIVATION_KINDS, Draw
 from verify.evaluator.inputs.masks import Attrs, Inputs, Masks, Tensors, whole
 
@@ -13,10 +14,12 @@ __all__ = [
     "mla_query_masks", "mla_value", "mla_value_masks",
 ]  # fmt: skip
 
-MLA_QUERY_KINDS = (*ACTIVATION_KINDS, "padding")
-MLA_DECODE_KINDS = ("gaussian", "wide", "equal", "ragged", "peaked", "late", "sharded", "long")
+MLA_QUERY_KINDS = (*ACTIVATION_KINDS, "padding", "e4m3")
+MLA_DECODE_KINDS = ("gaussian", "wide", "equal", "ragged", "peaked", "late", "sharded", "long", "e4m3")
 MLA_VALUE_KINDS = (*ACTIVATION_KINDS, "shards", "empty", "far_lse", "saturated")
 
+_K_SCALES = (2.0**-8, 0.013, 0.37, 1.0, 64.0)
+"""Of E4M3 caches with elements of about 1: some saturate at the first scale and most are subnormal at the last."""
 _LONG_CONTEXTS = ((4, 262_144), (16, 65_536), (64, 16_384))
 """(largest batch, cached tokens) of class `long` where the geometry is a rank's of the real model: judged on GPUs."""
 _RANK_HIDDEN = 1024
@@ -26,7 +29,9 @@ _TOKEN_BUDGET = 12_288
 
 
 def mla_query(d: Draw) -> Inputs:
-    """`padding` maps some rows to no cache row; all classes scatter rows over the whole cache in random order."""
+    """`padding` maps some rows to no cache row; `e4m3` inserts into an FP8 cache, with a scale at which some elements
+    saturate and others are subnormal; all classes scatter rows over the whole cache in random order.
+    """
     g, rows = d.geometry, d.case.rows
     page = d.fixed.choose(16, 32, 64)
     pages = 2 + -(-2 * rows // page)
@@ -44,20 +49,26 @@ def mla_query(d: Draw) -> Inputs:
         "w_uk_t": d.normal((g.heads, g.nope, g.kv_lora), g.nope**-0.5).to(torch.bfloat16),
         "slot_mapping": flat,
         "kv_cache": torch.zeros(pages, page, g.mla_row, dtype=torch.bfloat16),
+        "kv_cache_e4m3": None,
     }
-    return tensors, {"eps": g.eps}
+    attrs: Attrs = {"eps": g.eps, "cache_format": 0, "k_scale": 1.0}
+    if d.kind == "e4m3":
+        tensors["kv_cache"] = None
+        tensors["kv_cache_e4m3"] = torch.zeros(pages, page, g.mla_row, dtype=torch.float8_e4m3fn)
+        attrs |= {"cache_format": 1, "k_scale": _K_SCALES[d.fixed.integer(0, len(_K_SCALES) - 1)]}
+    return tensors, attrs
 
 
 def mla_query_masks(tensors: Tensors, attrs: Attrs) -> Masks:
     """Only mapped cache rows are written; no old cache content matters."""
     del attrs
-    cache, mapping = tensors["kv_cache"], tensors["slot_mapping"]
-    assert cache is not None
+    name, cache = _cache(tensors)
+    mapping = tensors["slot_mapping"]
     assert mapping is not None
     written = torch.zeros(cache.shape[0] * cache.shape[1], dtype=torch.bool)
     written[mapping[mapping >= 0]] = True
     grid = written.reshape(cache.shape[:2])
-    return Masks(written={"kv_cache": grid}, free={"kv_cache": torch.ones_like(grid)})
+    return Masks(written={name: grid}, free={name: torch.ones_like(grid)})
 
 
 def mla_decode(d: Draw) -> Inputs:
@@ -65,11 +76,12 @@ def mla_decode(d: Draw) -> Inputs:
 
     `ragged`: lengths 0, T, and around page borders; `peaked`: one key, often the newest, takes nearly all weight;
     `late`: the value signal is in the last positions; `sharded`: one shard of DCP 2, 4 or 8 with interleave 1 or 4,
-    empty shards included; `long`: one request as long as the case's budget allows.
+    empty shards included; `long`: one request as long as the case's budget allows; `e4m3`: an FP8 cache, lengths and
+    shards as in `sharded`.
     """
     g, batch, tokens = d.geometry, d.case.batch, d.case.tokens
     page = d.fixed.choose(16, 32, 64)
-    size = d.fixed.choose(2, 4, 8) if d.kind == "sharded" else 1
+    size = {"sharded": d.fixed.choose(2, 4, 8), "e4m3": d.fixed.choose(1, 2)}.get(d.kind, 1)
     interleave = d.fixed.choose(1, 4) if d.kind == "sharded" else 1
     rank = d.fixed.integer(0, size - 1)
     planned = _lengths(d, page)
@@ -94,6 +106,7 @@ def mla_decode(d: Draw) -> Inputs:
     tensors: Tensors = {
         "query": query.to(torch.bfloat16),
         "kv_cache": cache.to(torch.bfloat16),
+        "kv_cache_e4m3": None,
         "block_table": table.to(torch.int32),
         "seq_lens": torch.tensor(lens, dtype=torch.int32),
     }
@@ -104,14 +117,19 @@ def mla_decode(d: Draw) -> Inputs:
         "dcp_size": size,
         "interleave": interleave,
         "kv_lora": g.kv_lora,
+        "cache_format": 0,
+        "k_scale": 1.0,
     }
+    if d.kind == "e4m3":
+        attrs |= {"cache_format": 1, "k_scale": _K_SCALES[d.fixed.integer(0, len(_K_SCALES) - 1)]}
+        tensors["kv_cache"], tensors["kv_cache_e4m3"] = None, to_e4m3(cache / attrs["k_scale"])
     return tensors, attrs
 
 
 def mla_decode_masks(tensors: Tensors, attrs: Attrs) -> Masks:
     """The content of every cache row that no request of the call owns must not matter."""
-    cache, table, lens = tensors["kv_cache"], tensors["block_table"], tensors["seq_lens"]
-    assert cache is not None
+    name, cache = _cache(tensors)
+    table, lens = tensors["block_table"], tensors["seq_lens"]
     assert table is not None
     assert lens is not None
     page = cache.shape[1]
@@ -120,7 +138,15 @@ def mla_decode_masks(tensors: Tensors, attrs: Attrs) -> Masks:
         count = _local_length(length, int(attrs["dcp_rank"]), int(attrs["dcp_size"]), int(attrs["interleave"]))
         positions = torch.arange(count)
         owned[table[b].to(torch.int64)[positions // page], positions % page] = True
-    return Masks(free={"kv_cache": ~owned})
+    return Masks(free={name: ~owned})
+
+
+def _cache(tensors: Tensors) -> tuple[str, Tensor]:
+    """The cache that a call has: its name and itself."""
+    for name in ("kv_cache", "kv_cache_e4m3"):
+        if (cache := tensors[name]) is not None:
+            return name, cache
+    raise ValueError("a call without a cache; expected kv_cache or kv_cache_e4m3")
 
 
 def _lengths(d: Draw, page: int) -> list[int]:
@@ -135,7 +161,7 @@ def _lengths(d: Draw, page: int) -> list[int]:
         lens = [min(top, tokens + d.fixed.integer(0, 31)) for _ in range(batch)]
         lens[d.fixed.integer(0, batch - 1)] = top - d.fixed.integer(0, 3)
         return [max(tokens, n) for n in lens]
-    if d.kind in ("ragged", "sharded"):
+    if d.kind in ("ragged", "sharded", "e4m3"):
         border = page * d.fixed.integer(1, max(1, longest // page))
         special = [0, tokens, border - 1, border, border + 1, longest, d.fixed.integer(tokens, longest)]
         lens = [special[(at + d.fixed.integer(0, 1)) % len(special)] for at in range(batch)]

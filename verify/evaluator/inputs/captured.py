@@ -54,7 +54,8 @@ def stand_in(g: Geometry) -> Geometry:
     """The geometry of the model that is run: `g` itself, or one with its attention and AttnRes shapes but less depth.
 
     Everything that shapes the attention side is kept: hidden size, ranks, saved AttnRes rows. Layers, experts and
-    vocabulary, which only the other side sees, are cut. Whole models' heads are cut too: no op of one rank has them.
+    vocabulary, which only the other side sees, are cut. Whole models' heads are cut too: of a rank's ops only the MLA
+    core over a DCP shard has them (`_all_heads`).
     """
     if g.hidden <= _LARGE_HIDDEN:
         return g
@@ -104,7 +105,17 @@ def captured(d: Draw) -> Inputs:
         accepted = d.integers(1, tokens, (batch,))
         kept = kept + accepted
     assert taken is not None
-    return taken
+    return taken if g.heads == d.geometry.heads or d.case.op != "mla_decode" else _all_heads(taken, d.geometry.heads)
+
+
+def _all_heads(inputs: Inputs, heads: int) -> Inputs:
+    """The MLA core's arguments with a whole model's heads: a rank's again and again, each time weaker by 1/32."""
+    tensors, attrs = inputs
+    query = tensors["query"]
+    assert query is not None
+    head = torch.arange(heads)
+    weaker = 1.0 - torch.div(head, query.shape[1], rounding_mode="floor") / 32
+    return {**tensors, "query": (query[:, head % query.shape[1]] * weaker.view(1, -1, 1)).to(torch.bfloat16)}, attrs
 
 
 def _fields(kept: Tensor, accepted: Tensor, slots: Tensor, table: Tensor, tokens: int) -> dict[str, Tensor]:

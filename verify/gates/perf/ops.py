@@ -231,6 +231,8 @@ def _json(view: View | None) -> dict[str, Any] | None:
 
 def _bits(tensor: Tensor) -> np.ndarray[Any, Any]:
     """A tensor as the shared buffer stores it."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.contiguous().view(torch.uint8).numpy()
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
     return tensor.contiguous().numpy()

@@ -78,14 +78,14 @@ def plan(units: Iterable[tuple[str, str]]) -> list[PeerCell]:
     """
     cells: list[PeerCell] = []
     at_hand = set(units)
+    residual = [PeerCell("attn_res", RES_GEOMETRY, batch, sources=n) for n in RES_SOURCES for batch in RES_BATCHES]
     for name in GEOMETRIES:
         sites = [PeerCell("input_projection", name, batch, site=site) for site in ("kda", "mla") for batch in BATCHES]
         recurrent = [PeerCell("kda_decode", name, batch) for batch in BATCHES]
         recurrent += [PeerCell("kda_decode", name, batch, tokens=tokens) for batch, tokens in VERIFY]
         dense = [PeerCell(op, name, batch) for op in ("mla_query", "mla_value") for batch in BATCHES]
         core = [PeerCell("mla_decode", name, b, context=c) for b in MLA_BATCHES for c in MLA_CONTEXTS]
-        cells += [*sites, *recurrent, *dense, *core]
-    cells += [PeerCell("attn_res", RES_GEOMETRY, batch, sources=n) for n in RES_SOURCES for batch in RES_BATCHES]
+        cells += [*sites, *recurrent, *dense, *core, *(residual if name == GEOMETRIES[0] else [])]
     return [cell for cell in cells if (cell.op, cell.geometry) in at_hand]
 
 

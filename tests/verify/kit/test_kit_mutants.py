@@ -1,4 +1,4 @@
-"""The planted faults that kits carry: they fit the kernels of this checkout, and every plan holds cases that show them."""
+"""The planted faults that kits carry: they fit these kernels, and every plan holds cases that show them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.settings import load_settings
+from harness.settings import load
 from k3_backend.aot.cuda.build import build, specialised_values
 from k3_backend.aot.schedule import Schedule, load_declarations
 from k3_backend.geometry import geometry
@@ -44,7 +44,7 @@ def test_a_line_that_is_gone_is_named() -> None:
 @pytest.mark.parametrize("tier", ["smoke", "pr"])
 @NAMES
 def test_every_plan_holds_a_case_that_shows_it(mutant: Mutant, tier: str) -> None:
-    settings = load_settings(CHECKOUT)
+    settings = load(CHECKOUT / "harness.toml")
     target, drawn = settings.target("h200"), settings.tier(tier)
     tokens = tuple(1 + drafts for drafts in target.drafts)
     for _ in range(20):  # plans are secret and random: none may miss the fault

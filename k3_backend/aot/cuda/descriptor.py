@@ -72,6 +72,7 @@ class LaunchSpec:
     polling: str | None
     registers: int
     static_shared: int
+    """Bytes of shared memory beside `shared`; the part that the system reserves is not in it."""
 
 
 @dataclass(frozen=True)

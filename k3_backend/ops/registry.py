@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from k3_backend.ops import OPS
+from k3_backend.ops import ALL_OPS
 from k3_backend.ops.maths import Attributes, Tensors
 
 __all__ = ["Reference", "Standard", "reference", "standard"]
@@ -50,6 +50,6 @@ def standard(op: str) -> Standard:
 
 
 def _attribute(op: str, name: str) -> object:
-    if op not in OPS:
-        raise KeyError(f"unknown op {op!r}; known: {', '.join(OPS)}")
+    if op not in ALL_OPS:
+        raise KeyError(f"unknown op {op!r}; known: {', '.join(ALL_OPS)}")
     return getattr(import_module(f"k3_backend.ops.{op}.{name}"), name)

@@ -40,7 +40,7 @@ from k3_backend.aot.manifest import Artifact, canonical_json, file_digest
 from k3_backend.aot.schedule import Declarations, Schedule, ScheduleError, load_declarations
 from k3_backend.errors import BackendError, StorageError
 from k3_backend.geometry import GEOMETRIES, Geometry
-from k3_backend.ops import OPS
+from k3_backend.ops import ALL_OPS
 
 __all__ = ["CUDA_ABI", "build", "build_all", "choices", "scheduled", "specialised_ops", "specialised_values"]
 
@@ -272,7 +272,7 @@ def _make(
         specialised=tuple(declared.specialised), variants=variants,
     )  # fmt: skip
     try:
-        check_form(descriptor, OPS[unit.op])
+        check_form(descriptor, ALL_OPS[unit.op])
     except (ValueError, BackendError) as error:
         raise unit.error(str(error), where=f"kernels/{unit.op}/cute.py", expected="a valid variant") from error
     for image in descriptor.images():
@@ -373,5 +373,5 @@ def _launch(unit: _Unit, raw: Mapping[str, Any], out: Path) -> LaunchSpec:
         name=raw["name"], image=image.name, entry=kernel.name, parameters=parameters, grid=tuple(raw["grid"]),
         block=raw["block"], cluster=raw["cluster"], shared=raw["shared"], min_ctas_per_sm=raw["min_ctas_per_sm"],
         pdl=raw["pdl"], expects=tuple(raw["expects"]), polling=raw["polling"], registers=kernel.registers,
-        static_shared=kernel.shared_bytes,
+        static_shared=kernel.shared_bytes, urgent=raw["urgent"], carveout=raw["carveout"],
     )  # fmt: skip

@@ -7,12 +7,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-slow lint format bench doctor clean
+.PHONY: help setup demo test test-slow lint format bench doctor mutants clean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "others: setup doctor bench format clean"
+	@echo "others: setup doctor bench format mutants clean"
 
 setup: $(STAMP)
 
@@ -46,6 +46,9 @@ format: setup
 
 bench: setup
 	$(BIN)/fasttrack bench --target cpu
+
+mutants: setup
+	$(BIN)/python tests/hostile/mutants/cuda/make.py
 
 doctor: setup
 	$(BIN)/fasttrack doctor

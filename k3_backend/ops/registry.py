@@ -10,7 +10,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from k3_backend.ops import OPS
+from k3_backend.ops import ALL_OPS
 from k3_backend.ops.maths import Attributes, Tensors
 
 __all__ = ["Reference", "Standard", "reference", "standard"]
@@ -52,12 +52,12 @@ def standard(op: str, device: str = "cpu") -> Standard:
     Raises:
         KeyError: unknown op; the message lists the known ones.
     """
-    if device == "cuda" and op in OPS and find_spec(f"k3_backend.ops.{op}.standard_cuda") is not None:
+    if device == "cuda" and op in ALL_OPS and find_spec(f"k3_backend.ops.{op}.standard_cuda") is not None:
         return cast(Standard, import_module(f"k3_backend.ops.{op}.standard_cuda").standard)
     return cast(Standard, _attribute(op, "standard"))
 
 
 def _attribute(op: str, name: str) -> object:
-    if op not in OPS:
-        raise KeyError(f"unknown op {op!r}; known: {', '.join(OPS)}")
+    if op not in ALL_OPS:
+        raise KeyError(f"unknown op {op!r}; known: {', '.join(ALL_OPS)}")
     return getattr(import_module(f"k3_backend.ops.{op}.{name}"), name)

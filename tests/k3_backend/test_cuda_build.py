@@ -10,7 +10,7 @@ import pytest
 
 from k3_backend.aot.compile import BuildError, run_local
 from k3_backend.aot.cuda.build import build, choices, scheduled, specialised_values
-from k3_backend.aot.cuda.cubin import CubinError, read_kernels
+from k3_backend.aot.cuda.cubin import CubinError, read
 from k3_backend.aot.cuda.descriptor import Descriptor
 from k3_backend.aot.manifest import Artifact, ArtifactError
 from k3_backend.aot.schedule import Schedule, ScheduleError, load_declarations
@@ -86,8 +86,8 @@ def test_an_artifact_holds_what_the_schedule_can_ask_for_and_what_the_cubin_says
         ("M", "i32", "scalar", 24), ("extra", "i32", "scalar", 28),
     ]  # fmt: skip
     assert launch.grid == ("ceil_div(M, 64)", "1", "1")
-    kernel = read_kernels((artifact.path / launch.image).read_bytes())[0]
-    assert (kernel.entry, kernel.registers, kernel.frame_bytes) == (launch.entry, launch.registers, 0)
+    kernel = read((artifact.path / launch.image).read_bytes()).kernels[launch.entry]
+    assert (kernel.registers, kernel.frame_bytes, kernel.shared_bytes) == (launch.registers, 0, launch.static_shared)
     assert artifact.device == "cuda"
     assert artifact.toolchain["nvidia-cutlass-dsl"] == "4.8.1"
     assert scheduled("sm_90a", tree / "kernels", tree / "schedules") == (("input_projection", SLICE.name),)
@@ -209,4 +209,4 @@ def test_a_descriptor_that_was_edited_is_refused(tree: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"\x7fELF" + bytes(200), b"not an object" * 100])
 def test_what_is_no_cubin_is_refused(content: bytes) -> None:
     with pytest.raises(CubinError):
-        read_kernels(content)
+        read(content)

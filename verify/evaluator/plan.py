@@ -23,6 +23,8 @@ SMALL_TIER_DRAWS = 4
 SMALL_TIER_ROWS = 64
 SMALL_TIER_FREE_ROWS = 16
 """Largest rows there of cases whose size is free: the declared sizes are covered, the classes need no size."""
+WITH_DRAFTS = frozenset({"padding"})
+"""Classes whose first draw has several tokens per request where any are in scope: null slots behind the first one."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +112,20 @@ def _pairs(
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     """Every wanted class once and every point once, each class at a point that is large enough for it."""
     left = list(points)
+    drafted = [count for count in tokens if count > 1]
+    missing = set(WITH_DRAFTS) if drafted else set()
     for kind in sorted(wanted, key=smallest_batch, reverse=True):  # stable: the order is random but for these
-        at = next((at for at, (batch, _) in enumerate(left) if batch >= smallest_batch(kind)), None)
-        yield kind, _any_point(chooser, tokens, limit, smallest_batch(kind)) if at is None else left.pop(at)
+        counts = drafted if kind in missing else (1, *tokens)
+        missing.discard(kind)
+        fitting = (i for i, (batch, count) in enumerate(left) if batch >= smallest_batch(kind) and count in counts)
+        at = next(fitting, None)
+        yield kind, _any_point(chooser, counts, limit, smallest_batch(kind)) if at is None else left.pop(at)
     for point in left:
         yield chooser.choice([kind for kind in known if point[0] >= smallest_batch(kind)]), point
 
 
 def _any_point(chooser: random.Random, tokens: Sequence[int], limit: int, smallest: int) -> tuple[int, int]:
     """Any point in scope; small ones more often, since every class must be seen there and they cost little."""
-    count = chooser.choice((1, *tokens))
+    count = chooser.choice(tokens)
     largest = max(smallest, min(MAX_BATCH, limit // count))
     return max(smallest, round(largest ** chooser.random())), count

@@ -18,7 +18,7 @@ from k3_backend.aot.cuda.arch import ARCHS
 from k3_backend.aot.cuda.build import build, scheduled, specialised_ops
 from k3_backend.aot.manifest import Artifact
 from k3_backend.geometry import geometry
-from k3_backend.ops import OPS
+from k3_backend.ops import ALL_OPS
 from verify.arms import KERNELS, SCHEDULES, SandboxRunner
 from verify.gates.build.device import builder_paths
 from verify.kit.manifest import KitManifest, Unit
@@ -62,7 +62,7 @@ def require_ops(ops: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:
     """The same ops; FasttrackError names one that has no kernel."""
     chosen = tuple(dict.fromkeys(ops))
     for op in chosen:
-        if op not in known or op not in OPS:
+        if op not in known or op not in ALL_OPS:
             raise FasttrackError(
                 f"op {op!r} has no kernel", where="--ops", expected=f"some of {', '.join(known)}", next="fasttrack ops"
             )

@@ -20,7 +20,7 @@ import numpy as np
 
 from k3_backend.aot.cuda.choices import Choices
 from k3_backend.geometry import geometry
-from k3_backend.ops import OPS
+from k3_backend.ops import ALL_OPS
 from verify.evaluator.client import Client
 from verify.evaluator.execute import run_on
 from verify.evaluator.failures import WorkerError, WorkerFailure
@@ -128,7 +128,7 @@ def _plan(kit: KitContext, arm: str) -> list[Planned]:
 def _edges(kit: KitContext, arm: str, unit: Unit) -> list[int]:
     """Rows at which the unit's schedule changes bucket."""
     folder, schedules = kit.artifact(arm, unit), kit.schedules(arm)
-    schedule = Choices.read(folder, schedules, OPS[unit.op], geometry(unit.geometry), unit.arch).schedule
+    schedule = Choices.read(folder, schedules, ALL_OPS[unit.op], geometry(unit.geometry), unit.arch).schedule
     return sorted({bucket.max_rows for bucket in schedule.buckets})
 
 

@@ -69,13 +69,15 @@ class Planned:
 
 
 def read_choices(folders: Mapping[Unit, Path], schedules: Path) -> dict[str, dict[str, Choices]]:
-    """Descriptors, declarations and schedules of every artifact.
+    """Descriptors, declarations and schedules of every artifact of a step's ops; ops beside a step are not in it.
 
     Raises:
         ArtifactError, ScheduleError: one of them cannot be read, or they do not fit.
     """
     arm: dict[str, dict[str, Choices]] = {}
     for unit, folder in folders.items():
+        if unit.op not in OPS:
+            continue
         choices = Choices.read(folder, schedules, OPS[unit.op], geometry(unit.geometry), unit.arch)
         arm.setdefault(unit.geometry, {})[unit.op] = choices
     return arm

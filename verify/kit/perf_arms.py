@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from k3_backend.ops import OPS
 from verify.evaluator.client import Client
 from verify.evaluator.failures import WorkerFailure
 from verify.kit.child import started_arm
@@ -99,11 +100,11 @@ class KitSampler:
             yield KitBlock(self._plan, workers)
 
     def _geometries(self, files: ArmFiles) -> dict[str, list[str]]:
-        """Geometry -> ops that the arm has a kernel for."""
+        """Geometry -> ops of a step that the arm has a kernel for."""
         found: dict[str, list[str]] = {str(chain["geometry"]): [] for chain in self._plan.chains.values()}
         for name in files.artifacts:
             op, geometry = name.split("/")
-            if geometry in found:
+            if geometry in found and op in OPS:
                 found[geometry].append(op)
         return {geometry: sorted(ops) for geometry, ops in found.items()}
 

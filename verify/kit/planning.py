@@ -15,6 +15,7 @@ from harness.records import Cell
 from harness.settings import Layout, Target, Tier
 from k3_backend.aot.cuda.arch import ARCHS
 from k3_backend.geometry import GEOMETRIES, Geometry
+from k3_backend.ops import OPS
 from verify.bench.traffic import cell_traffic, op_traffic
 from verify.kit.build import Arm
 from verify.kit.manifest import Unit
@@ -104,7 +105,7 @@ def changed_units(candidate: Arm, best: Arm) -> tuple[Unit, ...]:
 def _op_cells(target: Target, tier: Tier, candidate: Arm, best: Arm, shapes: Mapping[str, Geometry]) -> list[Cell]:
     """Cells of changed ops, spread over the batches; none where so many changed that half-layers speak for them."""
     layouts = {g.name: key for key, g in shapes.items()}
-    changed = [unit for unit in changed_units(candidate, best) if unit.geometry in layouts]
+    changed = [unit for unit in changed_units(candidate, best) if unit.geometry in layouts and unit.op in OPS]
     batches = target.batches_of(tier)
     if not changed or len(changed) > MAX_OP_CELLS // 2:
         return []

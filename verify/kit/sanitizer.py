@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from k3_backend.aot.cuda.descriptor import Descriptor
-from k3_backend.ops import OPS
+from k3_backend.ops import ALL_OPS
 from verify.evaluator.execute import run_on
 from verify.evaluator.failures import WorkerFailure
 from verify.evaluator.inputs import Case
@@ -59,7 +59,7 @@ def check_unit(kit: KitContext, arm: str, unit: Unit, why_not: str | None) -> li
 
 def _run(kit: KitContext, arm: str, unit: Unit, tool: str, path: str) -> dict[str, Any]:
     folder = kit.artifact(arm, unit)
-    variants = Descriptor.read(folder, OPS[unit.op]).variants
+    variants = Descriptor.read(folder, ALL_OPS[unit.op]).variants
     entries = sorted({launch.entry for variant in variants for launch in variant.launches})
     with tempfile.TemporaryDirectory(prefix="sanitizer-") as name:
         log = Path(name) / "log"

@@ -19,7 +19,7 @@ from k3_backend.aot.arguments import BindError, call_sizes
 from k3_backend.aot.cuda.choices import Choices, Declined
 from k3_backend.aot.manifest import file_digest
 from k3_backend.geometry import Geometry, geometry
-from k3_backend.ops import OPS
+from k3_backend.ops import ALL_OPS
 from k3_backend.ops.interface import OpSpec
 from verify.workers.main import Method, Session
 from verify.workers.shared import View
@@ -98,7 +98,7 @@ def load(
         nbytes: largest image of a call.
         separate: give every tensor an allocation of its own, for memory checkers.
     """
-    folder, spec, g = session.artifacts[op], OPS[op], geometry(geometry_name)
+    folder, spec, g = session.artifacts[op], ALL_OPS[op], geometry(geometry_name)
     if session.schedules is None:
         raise ValueError("this arm has no schedules")
     choices = Choices.read(folder, session.schedules, spec, g, arch)

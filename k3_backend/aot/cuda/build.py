@@ -25,7 +25,7 @@ from typing import Any
 from k3_backend.aot.cache import cached, publish
 from k3_backend.aot.compile import BuildError, Runner, run_local
 from k3_backend.aot.cuda.arch import ARCHS
-from k3_backend.aot.cuda.cubin import CubinError, read_kernels
+from k3_backend.aot.cuda.cubin import CubinError, read
 from k3_backend.aot.cuda.descriptor import (
     DESCRIPTOR_NAME,
     PARAMETER_BYTES,
@@ -40,7 +40,7 @@ from k3_backend.aot.manifest import Artifact, canonical_json, file_digest
 from k3_backend.aot.schedule import Declarations, Schedule, ScheduleError, load_declarations
 from k3_backend.errors import BackendError, StorageError
 from k3_backend.geometry import GEOMETRIES, Geometry
-from k3_backend.ops import OPS
+from k3_backend.ops import ALL_OPS
 
 __all__ = ["CUDA_ABI", "build", "build_all", "choices", "scheduled", "specialised_ops", "specialised_values"]
 
@@ -272,7 +272,7 @@ def _make(
         specialised=tuple(declared.specialised), variants=variants,
     )  # fmt: skip
     try:
-        check_form(descriptor, OPS[unit.op])
+        check_form(descriptor, ALL_OPS[unit.op])
     except (ValueError, BackendError) as error:
         raise unit.error(str(error), where=f"kernels/{unit.op}/cute.py", expected="a valid variant") from error
     for image in descriptor.images():
@@ -342,19 +342,21 @@ def _launch(unit: _Unit, raw: Mapping[str, Any], out: Path) -> LaunchSpec:
     image = out / Path(raw["image"]).name
     where = f"kernels/{unit.op}/cute.py, launch {raw['name']}"
     try:
-        found = read_kernels(image.read_bytes())
+        found = tuple(read(image.read_bytes()).kernels.values())
     except CubinError as error:
         raise unit.error(error.what, where=where, expected="a readable cubin") from error
     if len(found) != 1 or f"{file_digest(image)}.cubin" != image.name:
         raise unit.error(f"{len(found)} kernels in {image.name}", where=where, expected="one kernel, named by digest")
     kernel = found[0]
     sizes = [PARAMETER_BYTES[p["kind"]] for p in raw["parameters"]]
-    if [p.size for p in kernel.parameters] != sizes:
+    if [(p.index, p.size) for p in kernel.parameters] != list(enumerate(sizes)):
         what = f"the cubin reads parameters of {[p.size for p in kernel.parameters]} bytes"
         raise unit.error(what, where=where, expected=f"{sizes}: flat pointers and 32-bit numbers, all of them used")
-    if raw["shared"] + kernel.static_shared > ARCHS[unit.arch].max_shared_per_block:
-        what = f"{raw['shared']} + {kernel.static_shared} bytes of shared memory"
+    if raw["shared"] + kernel.shared_bytes > ARCHS[unit.arch].max_shared_per_block:
+        what = f"{raw['shared']} + {kernel.shared_bytes} bytes of shared memory"
         raise unit.error(what, where=where, expected=f"at most {ARCHS[unit.arch].max_shared_per_block}")
+    if kernel.registers is None:
+        raise unit.error("the cubin names no register count", where=where, expected="an entry of .nv.info")
     parameters = tuple(
         ParameterSpec(
             p["name"],
@@ -368,8 +370,8 @@ def _launch(unit: _Unit, raw: Mapping[str, Any], out: Path) -> LaunchSpec:
         for p, k in zip(raw["parameters"], kernel.parameters, strict=True)
     )
     return LaunchSpec(
-        name=raw["name"], image=image.name, entry=kernel.entry, parameters=parameters, grid=tuple(raw["grid"]),
+        name=raw["name"], image=image.name, entry=kernel.name, parameters=parameters, grid=tuple(raw["grid"]),
         block=raw["block"], cluster=raw["cluster"], shared=raw["shared"], min_ctas_per_sm=raw["min_ctas_per_sm"],
         pdl=raw["pdl"], expects=tuple(raw["expects"]), polling=raw["polling"], registers=kernel.registers,
-        static_shared=kernel.static_shared,
+        static_shared=kernel.shared_bytes, urgent=raw["urgent"], carveout=raw["carveout"],
     )  # fmt: skip

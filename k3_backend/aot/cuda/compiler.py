@@ -113,10 +113,10 @@ def _compile_variant(request: dict[str, Any], chosen: dict[str, Any], out: Path,
 
 def _compile_launch(op: str, launch: Any, variant: Any, out: Path) -> dict[str, Any]:
     from k3_backend.aot.cuda.contract import TensorMap, Value
-    from k3_backend.ops import OPS
+    from k3_backend.ops import ALL_OPS
 
     dsl = _dsl()
-    spec = OPS[op]
+    spec = ALL_OPS[op]
     tensors = {t.name: t for t in spec.tensors}
     attrs = {a.name: a for a in spec.attrs}
     scratch = {w.name: w for w in variant.workspaces}
@@ -158,7 +158,8 @@ def _compile_launch(op: str, launch: Any, variant: Any, out: Path) -> dict[str, 
         "name": launch.name, "image": f"{digest}.cubin", "parameters": parameters,
         "grid": [str(extent) for extent in launch.grid], "block": int(launch.block), "cluster": int(launch.cluster),
         "shared": int(launch.shared), "min_ctas_per_sm": int(launch.min_ctas_per_sm), "pdl": bool(launch.pdl),
-        "expects": list(launch.expects), "polling": launch.polling,
+        "expects": list(launch.expects), "polling": launch.polling, "urgent": bool(launch.urgent),
+        "carveout": None if launch.carveout is None else int(launch.carveout),
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from k3_backend.geometry import Geometry
 
 __all__ = ["EXPECTABLE", "Choices", "Launch", "TensorMap", "Value", "Variant", "Workspace"]
 
-EXPECTABLE = ("tensor_core", "bulk_copy", "cluster", "async_copy")
+EXPECTABLE = ("tensor_core", "bulk_copy", "cluster", "async_copy", "prefetch")
 """Instruction classes that a launch may promise; the audit looks for them in the machine code."""
 
 Extent = int | str
@@ -104,6 +104,10 @@ class Launch:
     """Occupancy that the schedule claims; the audit checks it against registers and shared memory."""
     pdl: bool = True
     """Programmatic dependent launch: starts before its predecessor has ended, and waits inside the kernel."""
+    urgent: bool = False
+    """Launched with the highest priority that the device has."""
+    carveout: int | None = None
+    """Preferred share of shared memory in the memory that it has in common with L1, in per cent; null: the driver's."""
     expects: tuple[str, ...] = ()
     """Instruction classes of `EXPECTABLE` that the machine code must contain."""
     polling: str | None = None

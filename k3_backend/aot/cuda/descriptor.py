@@ -72,6 +72,9 @@ class LaunchSpec:
     polling: str | None
     registers: int
     static_shared: int
+    """Bytes of shared memory beside `shared`; the part that the system reserves is not in it."""
+    urgent: bool = False
+    carveout: int | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,8 @@ def check_form(descriptor: Descriptor, spec: OpSpec) -> None:
                 names(extent)
             if unknown := set(launch.expects) - set(EXPECTABLE):
                 raise ValueError(f"launch {launch.name} expects unknown instruction classes {sorted(unknown)}")
+            if launch.carveout is not None and not 0 <= launch.carveout <= 100:
+                raise ValueError(f"launch {launch.name} prefers a carve-out of {launch.carveout} per cent")
             for parameter in launch.parameters:
                 if parameter.expression is not None:
                     names(parameter.expression)

@@ -298,6 +298,16 @@ class _Packed:
             dependent.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             dependent.value.programmaticStreamSerializationAllowed = 1
             attributes.append(dependent)
+        if launch.urgent:
+            priority = driver.CUlaunchAttribute()
+            priority.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+            _, priority.value.priority = check(driver.cuCtxGetStreamPriorityRange(), "cuCtxGetStreamPriorityRange")
+            attributes.append(priority)
+        if launch.carveout is not None:
+            carveout = driver.CUlaunchAttribute()
+            carveout.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            carveout.value.sharedMemCarveout = launch.carveout
+            attributes.append(carveout)
         config.attrs = attributes
         config.numAttrs = len(attributes)
         self._config = config

@@ -16,7 +16,7 @@ from verify.protocol.audit_cuda import judge
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 AUDITED = ("sm_90a", "sm_103a")
-OPS = {"attn_res", "input_projection", "kda_decode", "mla_decode", "mla_query", "mla_value"}
+OPS = {"attn_res", "input_projection", "kda_decode", "l2_prefetch", "mla_decode", "mla_query", "mla_value"}
 pytestmark = pytest.mark.slow
 
 

@@ -131,6 +131,7 @@ class FakeCard:
         outputs = [tensor.name for tensor in plan.spec.tensors if tensor.role == "output"]
         states = [tensor.name for tensor in plan.spec.tensors if tensor.role == "state"]
         inputs = [tensor.name for tensor in plan.spec.tensors if tensor.role == "activation"]
+        inputs = inputs or [tensor.name for tensor in plan.spec.tensors if tensor.role == "constant"]
         if fault == "illegal_address":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if fault == "exits":
@@ -159,9 +160,10 @@ class FakeCard:
         if self.spoiled:
             disturb(plan.spec, tensors)
         if fault == "overrun":
-            self.arena[views[outputs[0]].offset + views[outputs[0]].nbytes] ^= 1
+            place = views[[*outputs, *inputs][0]]
+            self.arena[place.offset + place.nbytes] ^= 1
         if fault == "writes_input":
-            tensors[inputs[0]].view(-1).view(torch.int16)[-1] ^= 1
+            tensors[inputs[0]].view(-1).view(torch.uint8)[-1] ^= 1
         if fault == "foreign_state":
             tensors[states[0]].view(-1).view(torch.int16)[0] ^= 1
         if fault == "dirty_workspace":

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from k3_backend.geometry import Geometry, geometry
 from k3_backend.model.program import DTYPES
-from k3_backend.ops import OPS
+from k3_backend.ops import ALL_OPS, SIDE_OPS
 from k3_backend.ops.interface import OpSpec, Shape
-from verify.evaluator.inputs import attention, dense, moe, recurrent
+from verify.evaluator.inputs import attention, dense, moe, recurrent, side
 from verify.evaluator.inputs.captured import captured
 from verify.evaluator.inputs.draw import ACTIVATION_KINDS, Case, Draw, Source
 from verify.evaluator.inputs.masks import Attrs, Inputs, Masks, Tensors
@@ -24,7 +24,7 @@ from verify.evaluator.inputs.masks import Attrs, Inputs, Masks, Tensors
 __all__ = ["CAPTURED", "Call", "Case", "Masks", "kinds", "make", "nudge", "smallest_batch"]
 
 CAPTURED = "captured"
-"""The input class that every op has: activations and states of a seeded model in mid-decode."""
+"""The input class that every op of a step has: activations and states of a seeded model in mid-decode."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ _SOURCES: dict[str, _Source] = {
     "oproj_allreduce": _Source(dense.OPROJ_KINDS, dense.oproj_allreduce, dense.oproj_allreduce_masks),
     "dense_mlp": _Source(dense.DENSE_MLP_KINDS, dense.dense_mlp, _nothing),
     "moe_front": _Source(moe.MOE_FRONT_KINDS, moe.moe_front, _nothing),
+    "l2_prefetch": _Source(side.L2_PREFETCH_KINDS, side.l2_prefetch, _nothing),
     "moe_experts": _Source(moe.MOE_EXPERTS_KINDS, moe.moe_experts, _nothing),
 }
 
@@ -69,8 +70,8 @@ class Call:
 
 
 def kinds(op: str) -> tuple[str, ...]:
-    """Input classes of an op, `captured` last; KeyError for an unknown op."""
-    return (*_SOURCES[op].kinds, CAPTURED)
+    """Input classes of an op, `captured` last where a step has the op; KeyError for an unknown op."""
+    return _SOURCES[op].kinds if op in SIDE_OPS else (*_SOURCES[op].kinds, CAPTURED)
 
 
 _SMALLEST_BATCH = {"padding": 2, "empty": 2, "sharded": 2, "ragged": 4, "e4m3": 2}
@@ -92,7 +93,7 @@ def make(case: Case, salt: str = "") -> Call:
         KeyError: unknown op, class or geometry.
         ValueError: the drawn tensors do not fit the op's interface (a mistake in this package).
     """
-    source, spec, g = _SOURCES[case.op], OPS[case.op], geometry(case.geometry)
+    source, spec, g = _SOURCES[case.op], ALL_OPS[case.op], geometry(case.geometry)
     if case.kind not in kinds(case.op):
         raise KeyError(f"op {case.op} has no input class {case.kind!r}; known: {', '.join(kinds(case.op))}")
     draw = Draw(case, g, salt)

@@ -11,7 +11,7 @@ from typing import cast
 
 from k3_backend.aot.cuda.descriptor import Descriptor, LaunchSpec, ParameterSpec
 from k3_backend.aot.manifest import Artifact
-from k3_backend.ops import OPS
+from k3_backend.ops import ALL_OPS
 from verify.gates.audit.cuda import Claims, Facts, Param, Role, inspect_cubin
 
 __all__ = ["DeviceKernel", "inspect_artifact"]
@@ -33,7 +33,7 @@ def inspect_artifact(artifact: Artifact) -> list[DeviceKernel]:
     Raises:
         ArtifactError: the descriptor cannot be read.
     """
-    descriptor = Descriptor.read(artifact.path, OPS[artifact.op])
+    descriptor = Descriptor.read(artifact.path, ALL_OPS[artifact.op])
     kernels: dict[tuple[object, ...], DeviceKernel] = {}
     for variant in descriptor.variants:
         choices = ",".join(f"{name}={value}" for name, value in sorted(variant.choices.items()))

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness import sandbox
+from k3_backend.aot.cuda.cubin import CubinError, read
 from tests.verify.gates.audit_cuda.conftest import PARAMS, Built
 from tests.verify.gates.audit_cuda.listings import HEAD
 from verify.gates.audit.cuda import Facts, inspect_cubin, inspect_file
-from verify.gates.audit.cuda.cubin import CubinError, read
 from verify.gates.audit.cuda.ptx import entries
 from verify.gates.audit.cuda.sass import parse
 from verify.protocol.audit_cuda import judge

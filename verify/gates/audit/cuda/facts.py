@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from k3_backend.aot.cuda.cubin import Cubin, CubinError, Kernel, read
 from verify.gates.audit.cuda import lower, program
 from verify.gates.audit.cuda.code import code_facts
-from verify.gates.audit.cuda.cubin import Cubin, CubinError, Kernel, read
 from verify.gates.audit.cuda.nvdisasm import disassemble
 from verify.gates.audit.cuda.ops import Op
 from verify.gates.audit.cuda.ptx import Entry, entries
@@ -158,7 +158,7 @@ def _inspect(
     try:
         image = read(cubin)
     except CubinError as error:
-        return [_malformed(str(error), claims)]
+        return [_malformed(error.what, claims)]
     wanted = [k for k in image.kernels.values() if entry is None or k.name == entry]
     if not wanted:
         have = ", ".join(image.kernels) or "none"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from verify.gates.audit.cuda.cubin import Kernel, Slot
+from k3_backend.aot.cuda.cubin import Kernel, Slot
 
 __all__ = ["Entry", "Statement", "entries"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from verify.gates.audit.cuda.cubin import Kernel, Slot
+from k3_backend.aot.cuda.cubin import Kernel, Slot
 
 __all__ = ["Claims", "Facts", "Param", "Role", "claims_facts", "parameters", "resources"]
 

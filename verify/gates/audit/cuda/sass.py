@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from verify.gates.audit.cuda.cubin import Kernel, Slot
+from k3_backend.aot.cuda.cubin import Kernel, Slot
 
 __all__ = ["Instruction", "Listing", "listed_kernels", "parse"]
 

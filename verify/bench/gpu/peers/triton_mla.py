@@ -5,7 +5,8 @@ All heads of a request share its cache rows, so a program reads each row once. B
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import triton
@@ -15,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from verify.bench.gpu.arm import Arm, Inputs, Missing
 from verify.bench.gpu.cells import PAGE
+from verify.bench.gpu.graphs import quick_us
 
 __all__ = ["arm"]
 
@@ -109,11 +111,11 @@ def arm(inputs: Inputs) -> Arm:
     sums = [torch.empty(cell.batch, g.heads, dtype=torch.float32, device="cuda") for _ in inputs.sets]
     scale = float(inputs.attrs["scale"]) * LOG2E
 
-    def launch(t: Mapping[str, Tensor], out: Tensor, lse: Tensor) -> None:
+    def launch(t: Mapping[str, Tensor], out: Tensor, lse: Tensor, dependent: bool) -> None:
         _attend[cell.batch, splits](
             t["query"], t["kv_cache"], t["block_table"], t["seq_lens"], part_out, part_lse, g.heads, pages, splits,
             per_split, scale, HEADS=HEADS, ROWS=PAGE, VALUE=g.kv_lora, ROPE=g.pe, num_warps=8, num_stages=2,
-            launch_pdl=True,
+            launch_pdl=dependent,
         )  # fmt: skip
         _merge[cell.batch, g.heads](
             part_out,
@@ -125,11 +127,15 @@ def arm(inputs: Inputs) -> Arm:
             HEADS=HEADS,
             VALUE=g.kv_lora,
             num_warps=4,
-            launch_pdl=True,
+            launch_pdl=dependent,
         )
 
     def results() -> Mapping[str, Tensor]:
         return {"out": outs[0], "lse": sums[0]}
 
-    calls = [lambda t=t, o=o, s=s: launch(t, o, s) for t, o, s in zip(inputs.sets, outs, sums, strict=True)]
-    return Arm(calls, results, pdl=True, note="plain Triton, split and merge", facts={"splits": splits})
+    def calls(dependent: bool) -> list[Callable[[], None]]:
+        return [partial(launch, t, o, s, dependent) for t, o, s in zip(inputs.sets, outs, sums, strict=True)]
+
+    dependent = quick_us(calls(dependent=True)) < quick_us(calls(dependent=False))
+    note = "plain Triton, split and merge; launched dependently where that is faster"
+    return Arm(calls(dependent), results, dependent, note, facts={"splits": splits})

@@ -2,34 +2,43 @@
 
 An item is one head of one request, or, in a cluster, a slice of its value rows; each block owns 128 / cluster rows of
 the head's [V, K] fp32 state. Blocks are persistent: each takes a run of items, head-major, so that the constants of a
-head are loaded once per run.
+head are loaded once per run. Three roles work on different items at the same time, since one item takes several times
+as long as its bytes:
 
-    producer warp   per item: slot ids, then bulk copies of the conv window and the request's projection pieces into one
-                    ring and of the state slice into another; a state's place is free again as soon as it is in
-                    registers, so that state reads follow each other without a gap
-    consumers       conv + SiLU + l2 norm (warps 0 .. 2: q, k, v); forget gate F_b f_a by mma.m16n8k16 (tokens are the
-                    n8 columns) and the decay; then, per token, with the state in registers and eight lanes per row:
-                    u = beta (v - (S a) k); o = (S a) q + u (k.q); S = S a + u k^T; S to the slot of the token
-    end of an item  gated RMSNorm (sums of o^2 of the cluster through distributed shared memory), new conv state
+    producer warp   per item: slot ids, then bulk copies of the state slice into one ring and of the conv window and the
+                    request's projection pieces into another; a state's place is free again once it is in registers
+    helper warps    prepare item i + 1: conv + SiLU + l2 norm (a warp each for q, k, v); forget gate F_b f_a by
+                    mma.m16n8k16 (tokens are the n8 columns) and the decay. Then finish item i: gated RMSNorm, new conv
+                    state
+    state warps     per item and token, with the state in registers and eight lanes per row:
+                    u = beta (v - (S a) k); o = (S a) q + u (k.q); S = S a + u k^T; S to the slot of the token; sums of
+                    o^2 to all blocks of the cluster
 
 q, k, decay and beta are computed by every block of a cluster for itself: a few KB of L2 reads against a barrier before
 the recurrence. Before the dependency wait: F_b, conv weights and gate constants of the first item's head, all constant.
 Floor: 64 KB of state per head read, 64 KB per head and token written; the rest of an item is below 40 KB, from L2.
 
-Order of memory: a block sends its sums when its copies of the conv window have landed, and conv rows are written when
-the sums of all blocks have been received, since blocks of a cluster read the same q and k windows. State rows belong to
-one lane. A block ends when it has received all that is sent to it. Maths: `ops/kda_decode/reference.py`; conv and
-recurrence outputs stay fp32 here.
+Order of memory.
+    pieces   a place is freed by the helpers when they have finished its item, which is after the state warps have.
+    values   q, k, v, decay of item i are written when item i - 2 is finished, hence used; o of item i is written when
+             all helpers have prepared item i, hence finished i - 2.
+    sums     have four places: a block sends those of item i when its helpers have prepared item i, hence finished
+             i - 2, hence received sums of i - 2 from all peers, which sent them when they had finished i - 4. A place
+             expects its bytes anew for each item; bytes may come first.
+    windows  conv rows are written when the sums of all blocks have been received: peers then have their copies of the
+             same q and k rows. State rows belong to one lane.
+A block ends when it has received all that is sent to it. Maths: `ops/kda_decode/reference.py`; conv and recurrence
+outputs stay fp32 here.
 """
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
-from kernels.common.cute_ring import arrive, expect, init_barrier, peer, wait, wait_cluster
+from kernels.common.cute_ring import arrive, expect, init_barrier, peer, store_f32, wait, wait_cluster
 from kernels.common.cute_vector import load_shared_4xf32, send_f32, store_4xf32
-from kernels.kda_decode.finish import gated_norm, sum_of_squares, write_window, write_zeros
-from kernels.kda_decode.plan import BETAS, CONSUMERS, HEAD, Plan
-from kernels.kda_decode.produce import load_head_constants, produce_pieces, produce_state
-from kernels.kda_decode.steps import compute_decay, convolve, exp, recur, sigmoid
+from kernels.kda_decode.finish import gated_norm, write_window, write_zeros
+from kernels.kda_decode.plan import BETAS, CONVOLVERS, GATES, HEAD, HELPERS, SUMS, VALUES, Plan
+from kernels.kda_decode.produce import announce_slots, load_slots, produce_pieces, produce_state
+from kernels.kda_decode.steps import compute_decay, convolve, load_head_constants, recur, sigmoid
 
 from k3_backend.aot.cuda.contract import Choices, Launch, Variant
 
@@ -58,7 +67,6 @@ def kda_decode(
     """Blocks of a cluster take the slices of the same items."""
     heads, width, tokens, cluster, stages = plan.heads, plan.width, plan.tokens, plan.cluster, plan.stages
     value_rows, groups = plan.value_rows, plan.groups
-    threads = 32 * plan.warps  # of the consumers
 
     tid, _, _ = cute.arch.thread_idx()
     rank, worker, _ = cute.arch.block_idx()
@@ -68,98 +76,152 @@ def kda_decode(
     first_row = rank * value_rows
     items = heads * requests
     begin, end = worker * items // workers, (worker + 1) * items // workers
+    request, head = begin % requests, begin // requests  # of the item; items are head-major
 
     memory = cute.arch.get_dyn_smem(Float32, alignment=128)
-    ring = memory.toint()
-    state_full = ring + plan.barriers_at
+    base = memory.toint()
+    state_full = base + plan.barriers_at
     state_empty = state_full + 8 * stages
-    pieces_full = state_empty + 8 * stages
+    pieces_full = base + plan.pieces_barriers_at
     pieces_empty = pieces_full + 8 * plan.pieces_stages
-    sums = pieces_empty + 8 * plan.pieces_stages
+    prepared = base + plan.values_barriers_at
+    used = prepared + 8 * VALUES
+    summed = base + plan.sums_barriers_at
     if tid == 0:
         for s in cutlass.range_constexpr(stages):
             init_barrier(state_full + 8 * s, Int32(1))
             init_barrier(state_empty + 8 * s, Int32(plan.warps))
         for s in cutlass.range_constexpr(plan.pieces_stages):
             init_barrier(pieces_full + 8 * s, Int32(1))
-            init_barrier(pieces_empty + 8 * s, Int32(plan.warps))
-        init_barrier(sums, Int32(1))
+            init_barrier(pieces_empty + 8 * s, Int32(plan.helpers))
+        for s in cutlass.range_constexpr(VALUES):
+            init_barrier(prepared + 8 * s, Int32(plan.helpers))
+            init_barrier(used + 8 * s, Int32(plan.warps))
+        for s in cutlass.range_constexpr(SUMS):
+            init_barrier(summed + 8 * s, Int32(1))
     cute.arch.mbarrier_init_fence()
-    if warp < plan.warps:
-        load_head_constants(f_b, conv_w, memory, begin // requests, first_row, tid, plan=plan)
+    helper = warp - plan.warps
     cute.arch.sync_threads()
     if cutlass.const_expr(cluster > 1):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()  # the barriers of all blocks exist
     cute.arch.griddepcontrol_launch_dependents()
+    if cutlass.const_expr(plan.moved_registers > 0):
+        if helper >= 0:
+            cute.arch.setmaxregister_decrease(plan.launch_registers - plan.moved_registers)
+        else:
+            cute.arch.setmaxregister_increase(plan.launch_registers + plan.moved_registers)
 
-    if warp == plan.warps:
+    if helper == plan.helpers:  # the producer
         cute.arch.griddepcontrol_wait()
+        slot, kept = load_slots(slots, accepted, request, lane, plan=plan)
         for item in cutlass.range(begin, end, unroll=1):
             turn = item - begin
-            request, head = item % requests, item // requests
-            p = turn % plan.pieces_stages
+            next_request, next_head = following(request, head, requests)
+            p, s = turn % plan.pieces_stages, turn % stages
+            place, state_place = base + plan.pieces_at + p * plan.pieces_stride, base + s * plan.state_bytes
             if turn >= plan.pieces_stages:
                 wait(pieces_empty + 8 * p, (turn // plan.pieces_stages - 1) & 1)
-            read_slot = produce_pieces(
-                proj, slots, accepted, conv_state, taps, request, head, first_row,
-                ring + plan.pieces_at + p * plan.pieces_stride, pieces_full + 8 * p, lane, plan=plan,
+            conv_slot, read_slot = announce_slots(slot, kept, place, lane, plan=plan)
+            taken = kept
+            slot, kept = load_slots(slots, accepted, next_request, lane, plan=plan)
+            if (turn < stages) & (lane == 0):  # the state first: it takes longer
+                produce_state(state, read_slot, head, first_row, state_place, state_full + 8 * s, plan=plan)
+            produce_pieces(
+                proj, conv_state, taps, conv_slot, taken, request, head, first_row, place, pieces_full + 8 * p, lane,
+                plan=plan,
             )  # fmt: skip
-            s = turn % stages
             if turn >= stages:
                 wait(state_empty + 8 * s, (turn // stages - 1) & 1)
-            if lane == 0:
-                place = ring + s * plan.state_bytes
-                produce_state(state, read_slot, head, first_row, place, state_full + 8 * s, plan=plan)
-    else:
-        values = memory + plan.values_at // 4
-        o_s = values + tokens * (3 * HEAD + value_rows)
-        sums_s = o_s + tokens * value_rows  # [2, T, cluster]
+                if lane == 0:
+                    produce_state(state, read_slot, head, first_row, state_place, state_full + 8 * s, plan=plan)
+            request, head = next_request, next_head
+    elif helper >= 0:
+        tid -= 32 * plan.warps
         out_pairs = cute.recast_ptr(out, dtype=Int32)
         norms = cute.make_rmem_tensor(2 * plan.pair_rounds, Float32)
         for i in cutlass.range_constexpr(plan.pair_rounds):
-            column = first_row + 2 * ((tid + threads * i) % plan.pairs)
+            column = first_row + 2 * ((tid + plan.helper_threads * i) % plan.pairs)
             norms[2 * i], norms[2 * i + 1] = o_norm[column].to(Float32), o_norm[column + 1].to(Float32)
-        bias = cute.make_rmem_tensor(2 * plan.gate_tiles, Float32)
-        slope = Float32(0.0)
+        conv, bias = cute.make_rmem_tensor(16, Int32), cute.make_rmem_tensor(2 * plan.gate_tiles, Float32)
+        conv.fill(0)
+        bias.fill(0.0)
+        last_request, last_head = request, head
+        slope = load_head_constants(
+            conv, bias, base + plan.f_b_at, conv_w, f_b, a_log, dt_bias, head, first_row, helper, lane, plan=plan
+        )
+        gate = helper - plan.first_gate
+        cute.arch.griddepcontrol_wait()
+        for item in cutlass.range(begin, end + 1, unroll=1):
+            turn = item - begin
+            # --- prepare this item --------------------------------------------------------------------------------
+            if item < end:
+                if head != last_head:
+                    cute.arch.barrier(barrier_id=HELPERS, number_of_threads=plan.helper_threads)
+                    slope = load_head_constants(
+                        conv, bias, base + plan.f_b_at, conv_w, f_b, a_log, dt_bias, head, first_row, helper, lane,
+                        plan=plan,
+                    )  # fmt: skip
+                if cutlass.const_expr(cluster > 1):  # noqa: SIM102 - decided when compiled
+                    if tid == 0:
+                        expect(summed + 8 * (turn % SUMS), Int32(4 * tokens * plan.parts))
+                p = turn % plan.pieces_stages
+                wait(pieces_full + 8 * p, (turn // plan.pieces_stages) & 1)
+                place = plan.pieces_at + p * plan.pieces_stride
+                pieces = memory + place // 4
+                values = memory + (plan.values_at // 4 + turn % VALUES * plan.values_floats)
+                if cute.recast_ptr(pieces + plan.slots_at // 4, dtype=Int32)[0] > 0:
+                    if helper < CONVOLVERS:
+                        window_s = cute.recast_ptr(pieces, dtype=BFloat16)
+                        convolve(window_s, conv, values, helper, lane, l2_eps, plan=plan)
+                    if (gate >= 0) & (gate < GATES):
+                        compute_decay(
+                            base + plan.f_b_at, base + place + plan.f_a_at, values + 2 * tokens * HEAD, bias, slope,
+                            lower_bound, gate, lane, plan=plan,
+                        )  # fmt: skip
+                cute.arch.sync_warp()
+                if lane == 0:
+                    arrive(prepared + 8 * (turn % VALUES))
+            # --- finish the one before ----------------------------------------------------------------------------
+            if turn > 0:
+                last = turn - 1
+                p = last % plan.pieces_stages
+                place = plan.pieces_at + p * plan.pieces_stride
+                pieces = memory + place // 4
+                conv_slot = cute.recast_ptr(pieces + plan.slots_at // 4, dtype=Int32)[0]
+                out_base = (last_request * tokens * width + last_head * HEAD + first_row) // 2
+                wait(used + 8 * (last % VALUES), (last // VALUES) & 1)
+                if cutlass.const_expr(cluster > 1):
+                    wait_cluster(summed + 8 * (last % SUMS), (last // SUMS) & 1)
+                if conv_slot > 0:
+                    o_s = memory + (plan.values_at // 4 + last % VALUES * plan.values_floats + plan.o_from)
+                    sums_s = memory + (plan.sums_at // 4 + last % SUMS * (tokens * plan.parts))
+                    g_out_s = cute.recast_ptr(pieces + plan.g_out_at // 4, dtype=Int32)
+                    gated_norm(out_pairs + out_base, o_s, sums_s, g_out_s, norms, eps, tid, plan=plan)
+                    write_window(
+                        conv_state + Int64(conv_slot) * taps * (3 * width), base + place, last_head, first_row, rank,
+                        tid, plan=plan,
+                    )  # fmt: skip
+                else:
+                    write_zeros(out_pairs + out_base, tid, plan=plan)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    arrive(pieces_empty + 8 * p)
+            last_request, last_head = request, head
+            request, head = following(request, head, requests)
+    else:
         row_base, piece = warp * (value_rows // plan.warps) + (lane // 8), lane % 8
-        current = begin // requests - 1  # no head's gate constants are loaded yet
-        exchanges = Int32(0)
         cute.arch.griddepcontrol_wait()
         for item in cutlass.range(begin, end, unroll=1):
             turn = item - begin
-            request, head = item % requests, item // requests
-            if head != current:
-                if turn > 0:
-                    load_head_constants(f_b, conv_w, memory, head, first_row, tid, plan=plan)
-                for tile in cutlass.range_constexpr(plan.gate_tiles):
-                    at = cutlass.min((warp * plan.gate_tiles + tile) * 16, HEAD - 16) + lane // 4
-                    bias[2 * tile] = dt_bias[head * HEAD + at]
-                    bias[2 * tile + 1] = dt_bias[head * HEAD + at + 8]
-                slope = exp(a_log[head])
-                current = head
-                cute.arch.cp_async_wait_group(0)
-                cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=threads)
-            p = turn % plan.pieces_stages
-            window_at = plan.pieces_at + p * plan.pieces_stride
+            p, s = turn % plan.pieces_stages, turn % stages
             wait(pieces_full + 8 * p, (turn // plan.pieces_stages) & 1)
-            pieces = memory + window_at // 4
-            conv_slot = cute.recast_ptr(pieces + plan.pieces_bytes // 4, dtype=Int32)[0]
-            s = turn % stages
-            out_base = (request * tokens * width + head * HEAD + first_row) // 2
-            if conv_slot <= 0:
-                write_zeros(out_pairs + out_base, tid, plan=plan)
-                if lane == 0:
-                    arrive(state_empty + 8 * s)
-            else:
-                if warp < 3:
-                    window_s = cute.recast_ptr(pieces, dtype=BFloat16)
-                    convolve(window_s, memory + plan.conv_w_at // 4, values, warp, lane, l2_eps, plan=plan)
-                if warp * plan.gate_tiles * 16 < HEAD:
-                    compute_decay(
-                        ring + plan.f_b_at, ring + window_at + plan.f_a_at, values + 2 * tokens * HEAD, bias, slope,
-                        lower_bound, warp, lane, plan=plan,
-                    )  # fmt: skip
+            pieces = memory + (plan.pieces_at + p * plan.pieces_stride) // 4
+            ids = cute.recast_ptr(pieces + plan.slots_at // 4, dtype=Int32)
+            values = memory + (plan.values_at // 4 + turn % VALUES * plan.values_floats)
+            sums_s = memory + (plan.sums_at // 4 + turn % SUMS * (tokens * plan.parts) + rank * plan.warps + warp)
+            if ids[0] > 0:
+                betas = cute.recast_ptr(pieces + plan.beta_at // 4, dtype=BFloat16)
                 wait(state_full + 8 * s, (turn // stages) & 1)
                 state_s = memory + (s * plan.state_bytes // 4 + row_base * HEAD + 4 * piece)
                 rows = cute.make_rmem_tensor(16 * groups, Float32)
@@ -171,14 +233,12 @@ def kda_decode(
                 cute.arch.sync_warp()
                 if lane == 0:
                     arrive(state_empty + 8 * s)
-                cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=threads)
-                betas = cute.recast_ptr(pieces + plan.beta_at // 4, dtype=BFloat16)
+                wait(prepared + 8 * (turn % VALUES), (turn // VALUES) & 1)
                 for t in cutlass.range(tokens, unroll=1):
                     beta = sigmoid(betas[t * BETAS + head].to(Float32))
-                    recur(rows, values, beta, t, row_base, piece, plan=plan)
-                    target = conv_slot
-                    if cutlass.const_expr(tokens > 1):
-                        target = slots[request * tokens + t]
+                    square = recur(rows, values, beta, t, row_base, piece, plan=plan)
+                    send_square(sums_s + t * plan.parts, square, summed + 8 * (turn % SUMS), lane, plan=plan)
+                    target = ids[t]
                     if target > 0:
                         new = state + ((Int64(target) * heads + head) * HEAD + first_row + row_base) * HEAD + 4 * piece
                         for n in cutlass.range_constexpr(groups):
@@ -186,39 +246,44 @@ def kda_decode(
                                 at = 16 * n + 4 * j
                                 four = (rows[at], rows[at + 1], rows[at + 2], rows[at + 3])
                                 store_4xf32(new + (4 * n * HEAD + 32 * j), four)
-                cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=threads)
-
-                # --- gated norm ---------------------------------------------------------------------------------------
-                half = (exchanges & 1) * (tokens * cluster)
-                if cutlass.const_expr(cluster > 1):
-                    if tid == 0:
-                        expect(sums, Int32(4 * tokens * cluster))
-                    for i in cutlass.range_constexpr((tokens + plan.warps - 1) // plan.warps):
-                        t = i * plan.warps + warp
-                        if t < tokens:
-                            square = sum_of_squares(o_s + t * value_rows, lane, plan=plan)
-                            if lane < cluster:
-                                place = (sums_s + (half + t * cluster + rank)).toint()
-                                send_f32(peer(place, lane), square, peer(sums, lane))
-                    wait_cluster(sums, exchanges & 1)
-                exchanges += 1
-                g_out_s = cute.recast_ptr(pieces + plan.g_out_at // 4, dtype=Int32)
-                gated_norm(out_pairs + out_base, o_s, sums_s + half, g_out_s, norms, eps, tid, plan=plan)
-                write_window(
-                    conv_state + Int64(conv_slot) * taps * (3 * width), ring + window_at, head, first_row, rank,
-                    tid, plan=plan,
-                )  # fmt: skip
+            else:
+                wait(state_full + 8 * s, (turn // stages) & 1)  # announced without bytes
+                if lane == 0:
+                    arrive(state_empty + 8 * s)
+                wait(prepared + 8 * (turn % VALUES), (turn // VALUES) & 1)
+                for t in cutlass.range(tokens, unroll=1):  # the peers count these bytes
+                    send_square(sums_s + t * plan.parts, Float32(0.0), summed + 8 * (turn % SUMS), lane, plan=plan)
             cute.arch.sync_warp()
             if lane == 0:
-                arrive(pieces_empty + 8 * p)
+                arrive(used + 8 * (turn % VALUES))
+            request, head = following(request, head, requests)
+
+
+@cute.jit
+def following(request: Int32, head: Int32, requests: Int32) -> tuple:
+    """(request, head) of the next item."""
+    request += 1
+    if request == requests:
+        request = Int32(0)
+        head += 1
+    return request, head
+
+
+@cute.jit
+def send_square(sums_s: cute.Pointer, square: Float32, summed: Int32, lane: Int32, *,
+                plan: cutlass.Constexpr) -> None:  # fmt: skip
+    """A state warp's sum of o^2 to its place in every block of the cluster."""
+    if lane < plan.cluster:
+        if cutlass.const_expr(plan.cluster > 1):
+            send_f32(peer(sums_s.toint(), lane), square, peer(summed, lane))
+        else:
+            store_f32(sums_s.toint(), square)
 
 
 def variant(c: Choices) -> Variant:
     """One launch of persistent blocks, or clusters of them."""
     g = c.geometry
-    plan = Plan(g.heads, g.kda_proj_rows, c["T"], c["cluster"], c["warps"], c["stages"])
-    if plan.groups < 1:
-        raise ValueError(f"{plan.value_rows} value rows do not divide over {plan.warps} warps, four at once")
+    plan = Plan(g.heads, g.kda_proj_rows, c["T"], c["cluster"], c["warps"], c["helpers"], c["stages"])
     launch = Launch(
         name="kda_decode",
         kernel=kda_decode,
@@ -226,7 +291,7 @@ def variant(c: Choices) -> Variant:
             "proj", "conv_w", "f_b", "a_log", "dt_bias", "o_norm", "slots", "accepted", "conv_state", "state", "out",
             "B", "taps", "gate_lower_bound", "eps", "l2_eps",
         ),
-        grid=(plan.cluster, f"min(H * B, max(1, sms * {c['ctas']} // {plan.cluster}))", 1),
+        grid=(plan.cluster, f"min(H * B, max(1, (sms - {c['idle']}) * {c['ctas']} // {plan.cluster}))", 1),
         block=plan.threads,
         constants={"plan": plan},
         cluster=plan.cluster,

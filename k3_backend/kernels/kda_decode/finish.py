@@ -2,30 +2,19 @@
 
 import cutlass
 from cutlass import Float32, Int32, cute
-from kernels.common.cute_mma import pack_bf16x2, unpack_bf16x2, warp_sum
-from kernels.common.cute_vector import load_shared_4xb32, store_4xb32
+from kernels.common.cute_mma import pack_bf16x2, unpack_bf16x2
+from kernels.common.cute_vector import load_shared_4xb32, load_shared_4xf32, store_4xb32
 from kernels.kda_decode.plan import HEAD
 from kernels.kda_decode.steps import channel_of, rsqrt, sigmoid
 
-__all__ = ["gated_norm", "sum_of_squares", "write_window", "write_zeros"]
-
-
-@cute.jit
-def sum_of_squares(o_s: cute.Pointer, lane: Int32, *, plan: cutlass.Constexpr) -> Float32:
-    """Over the block's value rows of one token, by one warp."""
-    square = Float32(0.0)
-    for c in cutlass.range_constexpr((plan.value_rows + 31) // 32):
-        if 32 * c + lane < plan.value_rows:
-            o = o_s[32 * c + lane]
-            square += o * o
-    return warp_sum(square)
+__all__ = ["gated_norm", "write_window", "write_zeros"]
 
 
 @cute.jit
 def write_zeros(out_pairs: cute.Pointer, tid: Int32, *, plan: cutlass.Constexpr) -> None:
     """Outputs of a null request."""
     for i in cutlass.range_constexpr(plan.pair_rounds):
-        at = tid + 32 * plan.warps * i
+        at = tid + plan.helper_threads * i
         if at < plan.tokens * plan.pairs:
             out_pairs[(at // plan.pairs) * (plan.width // 2) + at % plan.pairs] = Int32(0)
 
@@ -35,16 +24,14 @@ def gated_norm(out_pairs: cute.Pointer, o_s: cute.Pointer, sums_s: cute.Pointer,
                norms: cute.Tensor, eps: Float32, tid: Int32, *, plan: cutlass.Constexpr) -> None:  # fmt: skip
     """O * rsqrt(mean o^2 + eps) * o_norm * sigmoid(g_out) of the block's columns; a thread per pair."""
     for i in cutlass.range_constexpr(plan.pair_rounds):
-        at = tid + 32 * plan.warps * i
-        token, pair = at // plan.pairs, at % plan.pairs
-        mean = Float32(0.0)
-        if cutlass.const_expr(plan.cluster == 1):  # the pairs of a warp belong to one token
-            mean = sum_of_squares(o_s + cutlass.min(token, plan.tokens - 1) * plan.value_rows, tid % 32, plan=plan)
+        at = tid + plan.helper_threads * i
         if at < plan.tokens * plan.pairs:
-            if cutlass.const_expr(plan.cluster > 1):
-                for block in cutlass.range_constexpr(plan.cluster):
-                    mean += sums_s[token * plan.cluster + block]
-            scale = rsqrt(mean * (1.0 / HEAD) + eps)
+            token, pair = at // plan.pairs, at % plan.pairs
+            total = Float32(0.0)
+            for part in cutlass.range_constexpr(plan.parts // 4):
+                four = load_shared_4xf32((sums_s + (token * plan.parts + 4 * part)).toint())
+                total += (four[0] + four[1]) + (four[2] + four[3])
+            scale = rsqrt(total * (1.0 / HEAD) + eps)
             gates = unpack_bf16x2(g_out_s[at])
             even = o_s[2 * at] * scale * norms[2 * i] * sigmoid(gates[0])
             odd = o_s[2 * at + 1] * scale * norms[2 * i + 1] * sigmoid(gates[1])
@@ -55,7 +42,7 @@ def gated_norm(out_pairs: cute.Pointer, o_s: cute.Pointer, sums_s: cute.Pointer,
 def write_window(target: cute.Pointer, window_s: Int32, head: Int32, first_row: Int32, rank: Int32, tid: Int32, *,
                  plan: cutlass.Constexpr) -> None:  # fmt: skip
     """New conv rows: two that stay, then the new inputs; q and k rows by one block of the cluster."""
-    pieces, threads = plan.channels // 8, 32 * plan.warps
+    pieces, threads = plan.channels // 8, plan.helper_threads
     for i in cutlass.range_constexpr(((plan.tokens + 2) * pieces + threads - 1) // threads):
         at = tid + threads * i
         if at < (plan.tokens + 2) * pieces:

@@ -1,65 +1,56 @@
-"""Loads: constants of a head by the consumer threads, pieces and states of items by the producer warp."""
+"""Loads of the producer warp: slot ids, pieces and states of items."""
 
 import cutlass
-from cutlass import BFloat16, Int32, Int64, cute
-from kernels.common.cute_ring import arrive, bulk_copy, expect
-from kernels.common.cute_vector import copy_16b_async
+from cutlass import Int32, Int64, cute
+from kernels.common.cute_ring import arrive, bulk_copy, expect, store_b32
 from kernels.kda_decode.plan import BETAS, HEAD
-from kernels.kda_decode.steps import channel_of, swizzle
 
-__all__ = ["load_head_constants", "produce_pieces", "produce_state"]
+__all__ = ["announce_slots", "load_slots", "produce_pieces", "produce_state"]
 
 
 @cute.jit
-def load_head_constants(
-    f_b: cute.Pointer, conv_w: cute.Pointer, memory: cute.Pointer, head: Int32, first_row: Int32, tid: Int32, *,
-    plan: cutlass.Constexpr,
-) -> None:  # fmt: skip
-    """F_b rows and conv weights of a head to shared memory, by the consumer threads; one async group."""
-    threads = 32 * plan.warps
-    f_b_s = cute.recast_ptr(memory, dtype=BFloat16) + plan.f_b_at // 2
-    conv_w_s = memory + plan.conv_w_at // 4
-    for i in cutlass.range_constexpr(HEAD * HEAD // 8 // threads):
-        item = tid + threads * i
-        row, chunk = item // 16, item % 16
-        copy_16b_async(
-            (f_b_s + 8 * (row * 16 + swizzle(row, chunk))).toint(), f_b + 8 * ((head * HEAD + row) * 16 + chunk)
-        )
-    for i in cutlass.range_constexpr((plan.channels + threads - 1) // threads):
-        item = tid + threads * i
-        if item < plan.channels:
-            channel = channel_of(item, head * HEAD, plan.width, first_row)
-            copy_16b_async((conv_w_s + 4 * item).toint(), conv_w + 4 * channel)
-    cute.arch.cp_async_commit_group()
+def load_slots(slots: cute.Pointer, accepted: cute.Pointer, request: Int32, lane: Int32, *,
+               plan: cutlass.Constexpr) -> tuple:  # fmt: skip
+    """(slot id of the lane's token, accepted tokens) of a request."""
+    slot = Int32(0)
+    if lane < plan.tokens:
+        slot = slots[request * plan.tokens + lane]
+    kept = Int32(1)
+    if cutlass.const_expr(plan.tokens > 1):
+        kept = accepted[request]
+    return slot, kept
+
+
+@cute.jit
+def announce_slots(slot: Int32, kept: Int32, place: Int32, lane: Int32, *, plan: cutlass.Constexpr) -> tuple:
+    """Slot ids of a request to a place of the pieces' ring, by one warp.
+
+    Returns (slot of the conv state, slot of the state to read); both are 0 for a null request.
+    """
+    conv_slot = cute.arch.shuffle_sync(slot, offset=0)
+    read_slot = conv_slot
+    if cutlass.const_expr(plan.tokens > 1):
+        read_slot = cute.arch.shuffle_sync(slot, offset=kept - 1)
+    live = ((conv_slot > 0) & (read_slot > 0)).to(Int32)
+    if lane < plan.tokens:
+        store_b32(place + plan.slots_at + 4 * lane, slot * live)
+    return conv_slot * live, read_slot * live
 
 
 @cute.jit
 def produce_pieces(
-    proj: cute.Pointer, slots: cute.Pointer, accepted: cute.Pointer, conv_state: cute.Pointer, taps: Int32,
-    request: Int32, head: Int32, first_row: Int32, place: Int32, full: Int32, lane: Int32, *,
-    plan: cutlass.Constexpr,
-) -> Int32:  # fmt: skip
-    """Conv window and projection pieces of an item, by one warp. Returns the slot id of the state to read, 0 for a null
-    request, which is announced without copies.
-    """
+    proj: cute.Pointer, conv_state: cute.Pointer, taps: Int32, conv_slot: Int32, kept: Int32, request: Int32,
+    head: Int32, first_row: Int32, place: Int32, full: Int32, lane: Int32, *, plan: cutlass.Constexpr,
+) -> None:  # fmt: skip
+    """Conv window and projection pieces of an item, by one warp; a null request is announced without copies."""
     width, tokens, value_rows, channels = plan.width, plan.tokens, plan.value_rows, plan.channels
-    conv_slot = slots[request * tokens]
-    kept = Int32(1)
-    read_slot = conv_slot
-    if cutlass.const_expr(tokens > 1):
-        kept = accepted[request]
-        read_slot = slots[request * tokens + kept - 1]
-    live = (conv_slot > 0) & (read_slot > 0)
+    cute.arch.sync_warp()  # the slot ids of all lanes come before the announcement
     if lane == 0:
-        cute.arch.inline_ptx(
-            "st.shared.b32 [{$r0}], {$r1};",
-            read_only_args=[place + plan.pieces_bytes, cutlass.max(Int32(0), conv_slot) * live.to(Int32)],
-        )
-        if live:
+        if conv_slot > 0:
             expect(full, Int32(plan.pieces_bytes))
         else:
             arrive(full)
-    if live:
+    if conv_slot > 0:
         rows = proj + Int64(request * tokens) * plan.row_width
         if lane < tokens + 3:
             window = conv_state + ((Int64(conv_slot) * taps + kept - 1 + lane) * (3 * width) + head * HEAD)
@@ -75,7 +66,6 @@ def produce_pieces(
             target = place + plan.g_out_at + 2 * value_rows * lane
             bulk_copy(target, row + (3 * width + head * HEAD + first_row), Int32(2 * value_rows), full)
             bulk_copy(place + plan.beta_at + 2 * BETAS * lane, row + (4 * width + HEAD), Int32(2 * BETAS), full)
-    return read_slot * live.to(Int32)
 
 
 @cute.jit

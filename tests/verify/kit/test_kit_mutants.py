@@ -12,7 +12,7 @@ from harness.settings import load
 from k3_backend.aot.cuda.build import build, specialised_values
 from k3_backend.aot.schedule import Schedule, load_declarations
 from k3_backend.geometry import geometry
-from tests.hostile.mutants.cuda.make import CHECKOUT, FOLDER, KERNELS, Mutant, MutantError, mutants
+from tests.hostile.mutants.cuda.make import CHECKOUT, EVERY_ROW, FOLDER, KERNELS, Mutant, MutantError, mutants
 from verify.evaluator.inputs import kinds
 from verify.evaluator.plan import draw_plan
 
@@ -36,7 +36,7 @@ def test_the_patch_is_the_one_for_these_kernels_and_applies(mutant: Mutant) -> N
 
 
 def test_a_line_that_is_gone_is_named() -> None:
-    gone = Mutant("gone", "kda_decode", "", "", (), 1, (("no such line", ""),))
+    gone = Mutant("gone", "kda_decode", "", "", (), 1, EVERY_ROW, (("no such line", ""),))
     with pytest.raises(MutantError, match=r"gone: 'no such line' stands 0 times in k3_backend/kernels/kda_decode"):
         gone.edits(CHECKOUT)
 
@@ -53,7 +53,9 @@ def test_every_plan_holds_a_case_that_shows_it(mutant: Mutant, tier: str) -> Non
             edges={mutant.op: ()}, threads=(1,),
         )  # fmt: skip
         assert any(
-            (not mutant.kinds or planned.case.kind in mutant.kinds) and planned.case.tokens >= mutant.tokens
+            (not mutant.kinds or planned.case.kind in mutant.kinds)
+            and planned.case.tokens >= mutant.tokens
+            and mutant.rows[0] <= planned.case.rows <= mutant.rows[1]
             for planned in plan
         )
 
@@ -63,12 +65,15 @@ def test_every_plan_holds_a_case_that_shows_it(mutant: Mutant, tier: str) -> Non
 def test_it_compiles_and_changes_the_machine_code(mutant: Mutant, tmp_path: Path) -> None:
     declared = load_declarations(CHECKOUT / KERNELS / mutant.op / "cute.toml")
     specialised = specialised_values(declared, SLICE)
-    values = {name: max(found, key=lambda value: (value == 2, -value)) for name, found in specialised.items()}
+    plain = {"tokens": mutant.tokens, "T": mutant.tokens, "cache_format": 0}
+    values = {name: plain.get(name, min(found)) for name, found in specialised.items()}
     schedule = Schedule.load(
         SCHEDULES / "h200" / SLICE.name / f"{mutant.op}.toml", op=mutant.op, geometry=SLICE.name,
         tunables=declared.tunables, specialised=specialised,
     )  # fmt: skip
-    only = [{"tunables": dict(schedule.lookup(64, values) or {}), "specialised": values}]
+    chosen = schedule.lookup(min(64, mutant.rows[1]), values)
+    assert chosen is not None
+    only = [{"tunables": dict(chosen), "specialised": values}]
     images = []
     for planted in (False, True):
         tree = tmp_path / str(planted)
@@ -77,4 +82,4 @@ def test_it_compiles_and_changes_the_machine_code(mutant: Mutant, tmp_path: Path
             (tree / Path(path).relative_to("k3_backend")).write_text(text)
         artifact = build(mutant.op, "sm_90a", SLICE, tree / "kernels", SCHEDULES, tmp_path / "out", only=only)
         images.append({file.name for file in artifact.path.glob("*.cubin")})
-    assert not images[0] & images[1]
+    assert images[0] - images[1]

@@ -16,6 +16,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 CHECKOUT = FOLDER.parents[3]
 KERNELS = "k3_backend/kernels"
+EVERY_ROW = (1, 512)
 
 
 class MutantError(Exception):
@@ -36,6 +37,8 @@ class Mutant:
     """Input classes that show it; empty: all classes."""
     tokens: int
     """Least tokens per request at which it shows."""
+    rows: tuple[int, int]
+    """Least and most rows M of a call at which it shows: those of the schedule's choices that hold the line."""
     changes: tuple[tuple[str, str], ...]
     """(lines as they stand, lines as planted)."""
 
@@ -75,7 +78,7 @@ def mutants() -> tuple[Mutant, ...]:
     return tuple(
         Mutant(
             name, row["op"], row["plants"], row["shows"], tuple(row["kinds"]), row["tokens"],
-            tuple((old, new) for old, new in row["changes"]),
+            tuple(row.get("rows", EVERY_ROW)), tuple((old, new) for old, new in row["changes"]),
         )
         for name, row in sorted(rows.items())
     )  # fmt: skip

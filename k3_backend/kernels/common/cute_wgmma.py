@@ -1,7 +1,7 @@
 """Warp-group matrix products (sm_90a): activations in registers, weights in shared memory, sums in registers.
 
-`wgmma.m64nNk16` of a warp group (four consecutive warps): warp w holds rows 16w .. 16w + 15 of A and of the sums, in the
-fragment layout of `mma.m16n8k16` (see `cute_mma`); B is read from shared memory through a 64-bit descriptor.
+`wgmma.m64nNk16` of a warp group (four consecutive warps): warp w holds rows 16w .. 16w + 15 of A and of the sums, in
+the fragment layout of `mma.m16n8k16` (see `cute_mma`); B is read from shared memory through a 64-bit descriptor.
 """
 
 from cutlass import Float32, Int32, cute
@@ -45,6 +45,4 @@ def multiply_boxes(a: list, boxes: Int32, *, count: int, stride: int, columns: i
         ahead = 32 if step % 4 < 3 else stride - 96
         code.append(f"add.s64 b, b, {ahead >> 4};")
     code.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-    return cute.arch.inline_ptx(
-        " ".join(code), write_only_types=[Float32] * (columns // 2), read_only_args=[boxes, *a]
-    )
+    return cute.arch.inline_ptx(" ".join(code), write_only_types=[Float32] * (columns // 2), read_only_args=[boxes, *a])

@@ -17,7 +17,7 @@ Rows beyond N and tokens beyond M read as zero, as a neighbour or as nothing and
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from kernels.common.cute_mma import matrix_x4, mma_m16n8k16, pack_bf16x2
 from kernels.common.cute_ring import arrive, arrive_peer, expect, init_barrier, peer, send_f32x4, wait, wait_cluster
 from kernels.common.cute_vector import copy_box, load_4xb32, load_shared_4xf32
@@ -150,7 +150,7 @@ def multiply_by_warp(acc: cute.Tensor, fragments: cute.Tensor, boxes: Int32, lan
 
 @cute.jit
 def multiply(acc: cute.Tensor, fragments: cute.Tensor, boxes: Int32, lane: Int32, *, shape: cutlass.Constexpr) -> None:
-    """acc [width / 8, 4] = products of a slot."""
+    """Acc [width / 8, 4] = products of a slot."""
     if cutlass.const_expr(shape.warp_group):
         a = [fragments[i] for i in range(16 * BOXES)]
         sums = multiply_boxes(a, boxes, count=BOXES, stride=shape.box, columns=shape.width)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ GUARD = 4096
 """Elements around every output that must stay as they were."""
 _TRIES = 64
 """Seeds tried until a drawn case has the wanted specialised sizes."""
+_DRAWERS = 8
+"""Threads that draw inputs while other calls are timed."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,22 @@ class Bench:
         self.spec = OPS[op]
         self.root = root
         self._loaded: dict[str, CudaOp] = {}
+        self._pool = ThreadPoolExecutor(_DRAWERS)
         self._device = torch.device("cuda", torch.cuda.current_device())
 
-    def lines(self, timed: Timed, seed: str) -> Iterator[dict[str, Any]]:
+    def draw(self, timed: Timed, seed: str) -> list[Future[Call]]:
+        """Begin to draw a call's inputs, on the host; `seed` is secret and decides all values."""
+        wanted = [kind for kind in KINDS if kind in kinds(self.spec.name)]
+        return [self._pool.submit(self._inputs, timed, kind, seed) for kind in wanted]
+
+    def lines(self, timed: Timed, drawn: Sequence[Future[Call]]) -> Iterator[dict[str, Any]]:
         """Raw lines of one call: the standard path's, then one per point.
 
         Args:
             timed: the call.
-            seed: secret; decides all values.
+            drawn: its inputs, from `draw`.
         """
-        cases = [self._inputs(timed, kind, seed) for kind in KINDS if kind in kinds(self.spec.name)]
+        cases = [_Inputs(f.result(), expect(f.result(), self._device, self._device)) for f in drawn]
         outcomes = [self._check(timed, index, cases) for index in range(len(timed.points))]
         first = cases[0].call
         sets = self._sets(first)
@@ -89,14 +98,14 @@ class Bench:
             self._loaded[folder] = CudaOp(self.root / folder, self.spec, geometry(timed.geometry))
         return self._loaded[folder]
 
-    def _inputs(self, timed: Timed, kind: str, seed: str) -> _Inputs:
+    def _inputs(self, timed: Timed, kind: str, seed: str) -> Call:
         """A case of a class whose specialised sizes are the call's."""
         for attempt in range(_TRIES):
             case = Case(self.spec.name, kind, timed.rows, 1, 1, f"{seed}{attempt:04x}", timed.geometry)
             call = make(case)
             sizes = call_sizes(self.spec, geometry(timed.geometry), call.tensors) | dict(call.attrs)
             if all(sizes.get(name, 1) == value for name, value in timed.sizes.items()):
-                return _Inputs(call, expect(call, self._device, self._device))
+                return call
         raise ValueError(f"no case of {self.spec.name} has {dict(timed.sizes)} in {_TRIES} draws")
 
     def _check(self, timed: Timed, index: int, cases: Sequence[_Inputs]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from verify.tuning.manifest import RAW, Timed, TuningManifest, read_manifest
 __all__ = ["command", "session"]
 
 FINE, USAGE, INCOMPLETE = 0, 2, 3
+AHEAD = 2
+"""Calls whose inputs are drawn while one is timed."""
 
 
 def command(root: Path, options: argparse.Namespace) -> int:
@@ -56,9 +58,13 @@ def session(root: Path, out: Path, minutes: float | None, *, resume: bool) -> in
             results.append(RAW, {"kind": "header", "method": METHOD, "machine": machine.describe()})
         bench = Bench(manifest.op, root)
         left = [timed for timed in manifest.calls if timed.key not in done and timed.points]
+        drawn: dict[str, Any] = {}
         while left and (minutes is None or time.monotonic() - began < 60 * minutes):
+            for timed in left[: 1 + AHEAD]:
+                if timed.key not in drawn:
+                    drawn[timed.key] = bench.draw(timed, secrets.token_hex(16))
             timed = left.pop(0)
-            lines = list(bench.lines(timed, secrets.token_hex(16)))
+            lines = list(bench.lines(timed, drawn.pop(timed.key)))
             for line in lines:
                 results.append(RAW, line)
             _say(_summary(timed, lines))

@@ -45,7 +45,9 @@ def build(
     commit: Annotated[str, typer.Option(help="Commit of the kernels and schedules.")] = "HEAD",
     vary: Annotated[
         list[str] | None,
-        typer.Option(help="name or name=1,2: tunables whose cross product is timed; else every change of one."),
+        typer.Option(
+            help="'a=1,2 b': cross product of these values, once per option; else every change of one tunable."
+        ),
     ] = None,
     geometries: Annotated[str | None, typer.Option(help="Only these, comma-separated.")] = None,
     json: Json = False,

@@ -159,13 +159,13 @@ def _wanted(asked: Asked, name: str, declared: Declarations, schedule_file: Path
     schedule = Schedule.load(
         schedule_file, op=asked.op, geometry=name, tunables=declared.tunables, specialised=values
     )  # fmt: skip
-    varied = parse_vary(asked.vary, declared.tunables)
+    groups = parse_vary(asked.vary, declared.tunables)
     wanted: _Wanted = []
     for combination in product(*values.values()):
         sizes = dict(zip(values, combination, strict=True))
         for rows in asked.rows:
             centre = schedule.lookup(rows, sizes)
-            around = points(centre, declared.tunables, varied)
+            around = points(centre, declared.tunables, groups)
             wanted.append((sizes, rows, centre, [{"tunables": p, "specialised": sizes} for p in around]))
     return wanted
 

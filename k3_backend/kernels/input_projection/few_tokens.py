@@ -235,7 +235,6 @@ def input_projection(
     if cutlass.const_expr(split > 1):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()  # the barriers of all blocks exist
-    cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
 
     if warp == WARPS:
@@ -245,6 +244,8 @@ def input_projection(
                 wait(empty + 8 * s, (step // stages - 1) & 1)
                 tile = worker + (step // chunks) * workers
                 produce(w_map, ring + s * shape.slot, full + 8 * s, tile, step % chunks, rank, shape=shape)
+        cute.arch.sync_warp()
+        cute.arch.griddepcontrol_launch_dependents()
     else:
         quad_row, quad_lane = lane // 4, lane % 4
         fragments = cute.make_rmem_tensor(16 * shape.token_tiles * chunks, Int32)

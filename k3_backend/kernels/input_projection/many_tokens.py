@@ -5,11 +5,13 @@ tokens for them, 112 registers per thread, for the whole launch: x is read once 
 
     producer   one thread: a slot is half of the block's k of a row tile, 7 TMA boxes [rows, 64 k]: 896 bytes per row
     groups     D [64 tokens, rows] += A [64, 16 k] B [16 k, rows], 28 steps per slot; B comes straight from the ring,
-               by wgmma or (form 2) ldmatrix and mma.sync. Sums go to their owner as they are, by st.async
+               by wgmma or (form 2) ldmatrix and mma.sync. A warp's sums go to their owners by two bulk copies: messages
+               of 16 bytes (st.async) cost about 4 cycles each where they arrive
     finisher   one warp: block b owns tokens 8b .. 8b + 7; it adds the 16 partial sums of a tile in a fixed order
     clusters   take row tiles in turns; two tiles may be under way between groups and finisher
 
-The weights' ring is filled before the dependency wait. A tile's rows are whole DRAM rows, read by the cluster at about
+The first `early` slots of weights are requested before the dependency wait, the others behind the activations' loads,
+which would have to stand in line behind them. A tile's rows are whole DRAM rows, read by the cluster at about
 the same time. Floor: n * k * 2 bytes of weights; sums cross between blocks as n * 64 * 16 * 4 bytes, on chip.
 Rows beyond N and tokens beyond M read as zero, as a neighbour or as nothing and are not stored.
 """
@@ -19,8 +21,19 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from kernels.common.cute_mma import matrix_x4, mma_m16n8k16, pack_bf16x2
-from kernels.common.cute_ring import arrive, arrive_peer, expect, init_barrier, peer, send_f32x4, wait, wait_cluster
-from kernels.common.cute_vector import copy_box, load_4xb32, load_shared_4xf32
+from kernels.common.cute_ring import (
+    arrive,
+    arrive_peer,
+    bulk_send,
+    expect,
+    init_barrier,
+    order_generic_before_bulk,
+    peer,
+    store_f32x2,
+    wait,
+    wait_cluster,
+)
+from kernels.common.cute_vector import copy_box, load_4xb32, load_shared_4xf32, store_8b
 from kernels.common.cute_wgmma import multiply_boxes
 
 from k3_backend.aot.cuda.contract import Launch, TensorMap
@@ -54,6 +67,8 @@ class Shape:
     rows: int
     """Weight rows of a tile, a multiple of 4."""
     stages: int
+    early: int
+    """Slots that are requested before the activations."""
     warp_group: bool
     """Multiply by wgmma; else by mma.sync."""
 
@@ -76,23 +91,33 @@ class Shape:
         return BOXES * self.box
 
     @property
-    def slab(self) -> int:
-        """Sums of a source for one block and tile: [OWNED, width] fp32."""
-        return 4 * OWNED * self.width
+    def row(self) -> int:
+        """Floats from token to token of sums: a warp's fragment stores hit 32 different banks."""
+        return self.width + (8 if self.width % 16 == 0 else 0)
 
     @property
-    def received_at(self) -> int:
-        """Sums for two tiles: [2, SOURCES, OWNED, width] fp32."""
+    def slab(self) -> int:
+        """Sums of a source for one block and tile: [OWNED, row] fp32."""
+        return 4 * OWNED * self.row
+
+    @property
+    def staged_at(self) -> int:
+        """Sums of this block's warps for two tiles: [2, 4 * GROUPS, 2 owners, OWNED, row] fp32."""
         return self.stages * self.slot
 
     @property
+    def received_at(self) -> int:
+        """Sums of all blocks for two tiles: [2, SOURCES, OWNED, row] fp32."""
+        return self.staged_at + 2 * 8 * GROUPS * self.slab
+
+    @property
     def barriers_at(self) -> int:
-        """`full` and `empty` of every slot, then `received` and `free` of both tiles."""
+        """`full` and `empty` of every slot, then `received` and `free` of both tiles, then `asked`."""
         return self.received_at + 2 * SOURCES * self.slab
 
     @property
     def shared_bytes(self) -> int:
-        return self.barriers_at + 16 * self.stages + 32
+        return self.barriers_at + 16 * self.stages + 40
 
 
 @cute.jit
@@ -112,15 +137,20 @@ def transpose_quad(words: tuple, lane: Int32) -> tuple:
 
 
 @cute.jit
-def load_fragments(fragments: cute.Tensor, x: cute.Pointer, token: Int32, m: Int32, k: Int32, lane: Int32, *,
-                   shape: cutlass.Constexpr) -> None:  # fmt: skip
-    """A warp's activations [16 tokens, SLAB]: registers (a0, a1, a2, a3) for each step of 16 k."""
+def load_fragments(fragments: cute.Tensor, x: cute.Pointer, token: Int32, m: Int32, k: Int32, lane: Int32,
+                   asked: Int32, *, shape: cutlass.Constexpr) -> None:  # fmt: skip
+    """A warp's activations [16 tokens, SLAB]: registers (a0, a1, a2, a3) for each step of 16 k.
+
+    Arrives on `asked` when all loads are on their way.
+    """
     for half in cutlass.range_constexpr(2):
         row = x + (Int64(cutlass.min(token + 8 * half + lane // 4, m - 1)) * shape.depth + k + 8 * (lane % 4))
         for piece in cutlass.range_constexpr(SLAB // 32):
             words = load_4xb32(row + 32 * piece)
             for i in cutlass.range_constexpr(4):
                 fragments[8 * piece + 4 * (i // 2) + 2 * (i % 2) + half] = words[i]
+    if lane == 0:
+        arrive(asked)
     for piece in cutlass.range_constexpr(SLAB // 32):
         for half in cutlass.range_constexpr(2):
             at = 8 * piece + half
@@ -162,21 +192,17 @@ def multiply(acc: cute.Tensor, fragments: cute.Tensor, boxes: Int32, lane: Int32
 
 
 @cute.jit
-def send_sums(acc: cute.Tensor, target: Int32, barrier: Int32, lane: Int32, *, shape: cutlass.Constexpr) -> None:
-    """A lane's sums to the owners of its tokens. Lanes 2i and 2i + 1 exchange halves, so that each has four rows of
-    one token: even lanes of token lane / 4, odd lanes of the token 8 further on, which the next block owns.
-    """
-    odd = (lane & 1) == 1
-    for n in cutlass.range_constexpr(shape.width // 8):
-        low = (acc[4 * n], acc[4 * n + 1])
-        high = (acc[4 * n + 2], acc[4 * n + 3])
-        got0 = cute.arch.shuffle_sync_bfly(low[0] if odd else high[0], offset=1)
-        got1 = cute.arch.shuffle_sync_bfly(low[1] if odd else high[1], offset=1)
-        values = (
-            got0 if odd else low[0], got1 if odd else low[1],
-            high[0] if odd else got0, high[1] if odd else got1,
-        )  # fmt: skip
-        send_f32x4(target + 32 * n, values, barrier)
+def send_sums(acc: cute.Tensor, staged: Int32, target: Int32, barrier: Int32, lane: Int32, *,
+              shape: cutlass.Constexpr) -> None:  # fmt: skip
+    """A warp's sums to the two owners of its tokens; lanes 0 and 1 have the owners' mapped addresses."""
+    for half in cutlass.range_constexpr(2):
+        place = staged + half * shape.slab + 4 * ((lane // 4) * shape.row + 2 * (lane % 4))
+        for n in cutlass.range_constexpr(shape.width // 8):
+            store_f32x2(place + 32 * n, acc[4 * n + 2 * half], acc[4 * n + 2 * half + 1])
+    order_generic_before_bulk()
+    cute.arch.sync_warp()
+    if lane < 2:
+        bulk_send(target, staged + lane * shape.slab, Int32(shape.slab), barrier)
 
 
 @cute.jit
@@ -189,9 +215,10 @@ def finish(out: cute.Pointer, sums: Int32, tile: Int32, first_token: Int32, m: I
         token, row = first_token + item // quads, 4 * (item % quads)
         column = tile * shape.rows + row
         if (item < OWNED * quads) & (token < m) & (row < shape.rows) & (column < shape.columns):
+            place = sums + 4 * ((item // quads) * shape.row + row)
             total = [Float32(0.0)] * 4
             for source in cutlass.range_constexpr(SOURCES):
-                part = load_shared_4xf32(sums + source * shape.slab + 16 * item)
+                part = load_shared_4xf32(place + source * shape.slab)
                 total = [total[j] + part[j] for j in range(4)]
             store_8b(
                 out + (Int64(token) * shape.columns + column),
@@ -200,16 +227,12 @@ def finish(out: cute.Pointer, sums: Int32, tile: Int32, first_token: Int32, m: I
 
 
 @cute.jit
-def store_8b(pointer: cute.Pointer, low: Int32, high: Int32) -> None:
-    """Four consecutive bf16."""
-    cute.arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[pointer, low, high])
-
-
-@cute.jit
 def produce(w_map: cute.Pointer, ring: Int32, full: Int32, empty: Int32, rank: Int32, worker: Int32, workers: Int32,
-            slots: Int32, *, shape: cutlass.Constexpr) -> None:  # fmt: skip
+            slots: Int32, asked: Int32, *, shape: cutlass.Constexpr) -> None:  # fmt: skip
     """All slots of weights of this block, in order; one thread."""
     for i in cutlass.range(slots, unroll=1):
+        if i == shape.early:
+            wait(asked, Int32(0))
         s = i % shape.stages
         wait(empty + 8 * s, (i // shape.stages + 1) & 1)
         expect(full + 8 * s, Int32(BOXES * shape.rows * ROW))
@@ -238,6 +261,7 @@ def input_projection(
     empty = full + 8 * stages
     received = empty + 8 * stages
     free = received + 16
+    asked = free + 16
     sums = ring + shape.received_at
     if tid == 0:
         for s in cutlass.range_constexpr(stages):
@@ -246,15 +270,17 @@ def input_projection(
         for half in cutlass.range_constexpr(2):
             init_barrier(received + 8 * half, Int32(1))
             init_barrier(free + 8 * half, Int32(SPLIT))
+        init_barrier(asked, Int32(4 * GROUPS))
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
-    cute.arch.griddepcontrol_launch_dependents()
     cute.arch.cluster_arrive()
 
     if warp == 4 * GROUPS:
         if lane == 0:
-            produce(w_map, ring, full, empty, rank, worker, workers, turns * GROUPS, shape=shape)
+            produce(w_map, ring, full, empty, rank, worker, workers, turns * GROUPS, asked, shape=shape)
         cute.arch.sync_warp()
+        # the next launch's blocks come when the last weights are on their way
+        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.cluster_wait()
     elif warp == 4 * GROUPS + 1:
         cute.arch.griddepcontrol_wait()
@@ -278,11 +304,12 @@ def input_projection(
         group, member = warp // 4, warp % 4
         fragments = cute.make_rmem_tensor(16 * BOXES, Int32)
         k = (rank * GROUPS + group) * SLAB
-        load_fragments(fragments, x, first_token + 16 * member, m, k, lane, shape=shape)
+        load_fragments(fragments, x, first_token + 16 * member, m, k, lane, asked, shape=shape)
         acc = cute.make_rmem_tensor(shape.width // 2, Float32)
         owner = 2 * member + lane % 2
-        place = (rank * GROUPS + group) * shape.slab + 4 * ((lane // 4) * shape.width + 4 * ((lane % 4) // 2))
-        target, barrier = peer(sums + place, owner), peer(received, owner)
+        staged = ring + shape.staged_at + warp * 2 * shape.slab
+        target = peer(sums + (rank * GROUPS + group) * shape.slab, owner)
+        barrier = peer(received, owner)
         for turn in cutlass.range(turns, unroll=1):
             i = turn * GROUPS + group
             s = i % stages
@@ -294,18 +321,26 @@ def input_projection(
             half = turn & 1
             if turn >= 2:
                 wait_cluster(free + 8 * half, (turn // 2 + 1) & 1)
-            send_sums(acc, target + half * SOURCES * shape.slab, barrier + 8 * half, lane, shape=shape)
+            send_sums(
+                acc, staged + half * 8 * GROUPS * shape.slab, target + half * SOURCES * shape.slab, barrier + 8 * half,
+                lane, shape=shape,
+            )  # fmt: skip
+    # all sums have reached their owners: from a block that has ended nothing can be copied
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
 
 
 def launch(shape: Shape) -> Launch:
     """One launch of as many clusters as there is room for, one block per multiprocessor."""
     if shape.depth != SPLIT * GROUPS * SLAB or shape.rows % 4:
         raise ValueError(f"K = {shape.depth} or the rows do not divide: {shape}")
+    if shape.early > shape.stages:
+        raise ValueError(f"{shape.early} early slots of {shape.stages}")
     return Launch(
         name="input_projection",
         kernel=input_projection,
         arguments=("x", TensorMap("w", shape.rows, BOX), "out", "M"),
-        grid=(SPLIT, f"min({shape.row_tiles}, max(1, sms // {SPLIT}))", f"ceil_div(M, {TOKENS})"),
+        grid=(SPLIT, f"min({shape.row_tiles}, clusters)", f"ceil_div(M, {TOKENS})"),
         block=THREADS,
         constants={"shape": shape},
         cluster=SPLIT,

@@ -48,21 +48,22 @@ def lines(call: Timed, slow: float | None, fast: float | None, spread: float = 0
 
 
 def test_without_vary_every_change_of_one_tunable_is_tried_and_the_centre_comes_first() -> None:
-    found = points(SLOW, SPACE, {})
+    found = points(SLOW, SPACE, [])
     assert found[0] == SLOW
     assert len(found) == 1 + 1 + 2
     assert all(sum(point[name] != SLOW[name] for name in SLOW) <= 1 for point in found)
 
 
 def test_varied_tunables_are_crossed_and_need_no_centre_if_all_are() -> None:
-    varied = parse_vary(["rows", "stages=4,6"], SPACE)
-    assert points(SLOW, SPACE, varied) == [SLOW, *points(None, SPACE, varied)]
-    assert len(points(None, SPACE, varied)) == 4
+    groups = parse_vary(["rows stages=4,6", "rows=16 stages=2"], SPACE)
+    assert points(SLOW, SPACE, groups[:1]) == [SLOW, *points(None, SPACE, groups[:1])]
+    assert len(points(None, SPACE, groups[:1])) == 4
+    assert len(points(None, SPACE, groups)) == 5
     with pytest.raises(FasttrackError, match="no bucket to start from, and no values for stages"):
         points(None, SPACE, parse_vary(["rows"], SPACE))
 
 
-@pytest.mark.parametrize("text", ["tiles", "rows=17", "rows=16,16", "rows=x"])
+@pytest.mark.parametrize("text", ["tiles", "rows=17", "rows=16,16", "rows=x", "rows rows", ""])
 def test_a_value_that_is_not_declared_is_refused(text: str) -> None:
     with pytest.raises(FasttrackError, match="names no declared tunable") as refused:
         parse_vary([text], SPACE)

@@ -22,7 +22,7 @@ Rows beyond N and tokens beyond M read as zero or as a neighbour and are not sto
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
 from kernels.common.cute_mma import mma_m16n8k16
 from kernels.common.cute_ring import (
     arrive,
@@ -48,7 +48,7 @@ WARPS = 7
 """Consumer warps: 7168 = 7 * 2^10."""
 CHUNK = 2 * WARPS
 """Boxes of a slot, two for each consumer warp."""
-BUFFERS = 2
+BUFFERS = 3
 """Tiles whose sums may be under way."""
 LAG = 1
 """Tiles between sending sums and adding them: their way to the owners is hidden behind other tiles."""
@@ -215,24 +215,37 @@ def send_sums(acc: cute.Tensor, staged: Int32, target: Int32, received: Int32, l
 
 
 @cute.jit
-def finish(out: cute.Pointer, sums: Int32, tile: Int32, rank: Int32, first_token: Int32, m: Int32, lane: Int32, *,
-           shape: cutlass.Constexpr) -> None:  # fmt: skip
-    """Add the parts of this block's rows of a tile and store them; one warp."""
-    for i in cutlass.range_constexpr((shape.items + 31) // 32):
+def finish(out: cute.Pointer, sums: Int32, received: Int32, free: Int32, tile: Int32, rank: Int32, first_token: Int32,
+           m: Int32, lane: Int32, again: Boolean, *, shape: cutlass.Constexpr) -> None:  # fmt: skip
+    """Add the parts of this block's rows of a tile, hand the buffer back if it is used `again`, store; one warp."""
+    steps = (shape.items + 31) // 32
+    total = cute.make_rmem_tensor(shape.message * steps, Float32)
+    total.fill(0.0)
+    for i in cutlass.range_constexpr(steps):
         item = lane + 32 * i
         if item < shape.items:
-            total = [Float32(0.0)] * shape.message
             for source in cutlass.range_constexpr(shape.sources):
                 place = sums + source * shape.slab + 4 * shape.message * item
                 part = load_shared_4xf32(place) if cutlass.const_expr(shape.message == 4) else load_f32x2(place)
-                total = [total[j] + part[j] for j in range(shape.message)]
-            quad, local, group = item % 4, (item // 4) % shape.owned, item // (4 * shape.owned)
-            row = 16 * (group // shape.messages) + rank * shape.owned + local
-            column = tile * shape.rows + row
-            for j in cutlass.range_constexpr(shape.message):
-                token = first_token + 16 * (group % shape.messages) + 8 * (j // 2) + 2 * quad + j % 2
-                if (row < shape.rows) & (column < shape.columns) & (token < m):
-                    out[Int64(token) * shape.columns + column] = total[j].to(BFloat16)
+                for j in cutlass.range_constexpr(shape.message):
+                    at = shape.message * i + j
+                    total[at] = total[at] + part[j]
+    cute.arch.sync_warp()
+    if again:
+        if lane == 0:
+            expect(received, Int32(shape.sources * shape.slab))
+        cute.arch.sync_warp()
+        if lane < shape.split:
+            arrive_peer(peer(free, lane))
+    for i in cutlass.range_constexpr(steps):
+        item = lane + 32 * i
+        quad, local, group = item % 4, (item // 4) % shape.owned, item // (4 * shape.owned)
+        row = 16 * (group // shape.messages) + rank * shape.owned + local
+        column = tile * shape.rows + row
+        for j in cutlass.range_constexpr(shape.message):
+            token = first_token + 16 * (group % shape.messages) + 8 * (j // 2) + 2 * quad + j % 2
+            if (item < shape.items) & (row < shape.rows) & (column < shape.columns) & (token < m):
+                out[Int64(token) * shape.columns + column] = total[shape.message * i + j].to(BFloat16)
 
 
 @cute.kernel
@@ -268,7 +281,7 @@ def input_projection(
         for b in cutlass.range_constexpr(BUFFERS):
             expect(received + 8 * b, Int32(tile_sums))
     cute.arch.sync_threads()
-    cute.arch.cluster_arrive()
+    cute.arch.cluster_arrive_relaxed(aligned=True)
 
     if warp == WARPS:
         if lane == 0:
@@ -313,17 +326,13 @@ def input_projection(
                 b = done % BUFFERS
                 wait_cluster(received + 8 * b, (done // BUFFERS) & 1)
                 tile = worker + done * workers
-                finish(out, sums + b * tile_sums, tile, rank, first_token, m, lane, shape=shape)
-                cute.arch.sync_warp()
                 # nobody waits for the last ones, and a block that has ended must not be sent to
-                if done + BUFFERS < turns:
-                    if lane == 0:
-                        expect(received + 8 * b, Int32(tile_sums))
-                    cute.arch.sync_warp()
-                    if lane < shape.split:
-                        arrive_peer(peer(free + 8 * b, lane))
+                finish(
+                    out, sums + b * tile_sums, received + 8 * b, free + 8 * b, tile, rank, first_token, m, lane,
+                    done + BUFFERS < turns, shape=shape,
+                )  # fmt: skip
     # all sums have reached their owners: from a block that has ended nothing can be copied
-    cute.arch.cluster_arrive()
+    cute.arch.cluster_arrive_relaxed(aligned=True)
     cute.arch.cluster_wait()
 
 

@@ -233,7 +233,7 @@ def input_projection(
                 produce(w_map, ring + s * shape.slot, full + 8 * s, tile, Int32(s % chunks), rank, shape=shape)
     cute.arch.sync_threads()
     if cutlass.const_expr(split > 1):
-        cute.arch.cluster_arrive()
+        cute.arch.cluster_arrive_relaxed(aligned=True)
         cute.arch.cluster_wait()  # the barriers of all blocks exist
     cute.arch.griddepcontrol_wait()
 
@@ -293,7 +293,7 @@ def launch(shape: Shape, ctas: int) -> Launch:
         arguments=("x", TensorMap("w", shape.rows, BOX), "out", "M"),
         grid=(
             shape.split,
-            f"min({shape.row_tiles}, max(1, sms * {ctas} // {shape.split}))",
+            f"min({shape.row_tiles}, max(1, clusters * {ctas} // {shape.residents}))",
             f"ceil_div(M, {shape.tokens})",
         ),
         block=32 * (WARPS + 1),

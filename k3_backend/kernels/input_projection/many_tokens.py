@@ -7,8 +7,9 @@ tokens for them, 112 registers per thread, for the whole launch: x is read once 
     groups     D [64 tokens, rows] += A [64, 16 k] B [16 k, rows], 28 steps per slot; B comes straight from the ring,
                by wgmma or (form 2) ldmatrix and mma.sync. A warp's sums go to their owners by two bulk copies: messages
                of 16 bytes (st.async) cost about 4 cycles each where they arrive
-    finisher   one warp: block b owns tokens 8b .. 8b + 7; it adds the 16 partial sums of a tile in a fixed order
-    clusters   take row tiles in turns; two tiles may be under way between groups and finisher
+    finishers  block b owns tokens 8b .. 8b + 7; a warp per buffer adds the 16 partial sums of a tile in a fixed order,
+               hands the buffer back to the cluster, and only then stores: the release would wait for its stores
+    clusters   take row tiles in turns; the sums of `BUFFERS` tiles may be under way, which hides their round trip
 
 The first `early` slots of weights are requested before the dependency wait, the others behind the activations' loads,
 which would have to stand in line behind them. A tile's rows are whole DRAM rows, read by the cluster at about
@@ -19,7 +20,7 @@ Rows beyond N and tokens beyond M read as zero, as a neighbour or as nothing and
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from kernels.common.cute_mma import matrix_x4, mma_m16n8k16, pack_bf16x2
 from kernels.common.cute_ring import (
     arrive,
@@ -53,7 +54,9 @@ SLAB = BOXES * BOX
 SOURCES = SPLIT * GROUPS
 OWNED = TOKENS // SPLIT
 """Tokens that a block finishes."""
-THREADS = 128 * GROUPS + 64
+BUFFERS = 3
+"""Tiles whose sums may be under way; each has a finishing warp."""
+THREADS = 128 * GROUPS + 32 * (1 + BUFFERS)
 
 
 @dataclass(frozen=True)
@@ -102,22 +105,22 @@ class Shape:
 
     @property
     def staged_at(self) -> int:
-        """Sums of this block's warps for two tiles: [2, 4 * GROUPS, 2 owners, OWNED, row] fp32."""
+        """Sums of this block's warps: [BUFFERS, 4 * GROUPS, 2 owners, OWNED, row] fp32."""
         return self.stages * self.slot
 
     @property
     def received_at(self) -> int:
-        """Sums of all blocks for two tiles: [2, SOURCES, OWNED, row] fp32."""
-        return self.staged_at + 2 * 8 * GROUPS * self.slab
+        """Sums of all blocks: [BUFFERS, SOURCES, OWNED, row] fp32."""
+        return self.staged_at + BUFFERS * SOURCES * self.slab
 
     @property
     def barriers_at(self) -> int:
-        """`full` and `empty` of every slot, then `received` and `free` of both tiles, then `asked`."""
-        return self.received_at + 2 * SOURCES * self.slab
+        """`full` and `empty` of every slot, then `received` and `free` of every buffer, then `asked`."""
+        return self.received_at + BUFFERS * SOURCES * self.slab
 
     @property
     def shared_bytes(self) -> int:
-        return self.barriers_at + 16 * self.stages + 40
+        return self.barriers_at + 16 * self.stages + 16 * BUFFERS + 8
 
 
 @cute.jit
@@ -206,24 +209,34 @@ def send_sums(acc: cute.Tensor, staged: Int32, target: Int32, barrier: Int32, la
 
 
 @cute.jit
-def finish(out: cute.Pointer, sums: Int32, tile: Int32, first_token: Int32, m: Int32, lane: Int32, *,
-           shape: cutlass.Constexpr) -> None:  # fmt: skip
-    """Add the partial sums of this block's tokens of a tile and store them; a lane has four rows of a token."""
+def finish(out: cute.Pointer, sums: Int32, free: Int32, tile: Int32, first_token: Int32, m: Int32, lane: Int32,
+           again: Boolean, *, shape: cutlass.Constexpr) -> None:  # fmt: skip
+    """Add the partial sums of this block's tokens of a tile, hand the buffer back if it will be used `again`, store.
+
+    A lane has four rows of a token.
+    """
     quads = shape.width // 4
-    for i in cutlass.range_constexpr((OWNED * quads + 31) // 32):
+    steps = (OWNED * quads + 31) // 32
+    total = cute.make_rmem_tensor(4 * steps, Float32)
+    total.fill(0.0)
+    for i in cutlass.range_constexpr(steps):
+        item = lane + 32 * i
+        if item < OWNED * quads:
+            place = sums + 4 * ((item // quads) * shape.row + 4 * (item % quads))
+            for source in cutlass.range_constexpr(SOURCES):
+                part = load_shared_4xf32(place + source * shape.slab)
+                for j in cutlass.range_constexpr(4):
+                    total[4 * i + j] = total[4 * i + j] + part[j]
+    cute.arch.sync_warp()
+    if (lane < SPLIT) & again:
+        arrive_peer(peer(free, lane))
+    for i in cutlass.range_constexpr(steps):
         item = lane + 32 * i
         token, row = first_token + item // quads, 4 * (item % quads)
         column = tile * shape.rows + row
         if (item < OWNED * quads) & (token < m) & (row < shape.rows) & (column < shape.columns):
-            place = sums + 4 * ((item // quads) * shape.row + row)
-            total = [Float32(0.0)] * 4
-            for source in cutlass.range_constexpr(SOURCES):
-                part = load_shared_4xf32(place + source * shape.slab)
-                total = [total[j] + part[j] for j in range(4)]
-            store_8b(
-                out + (Int64(token) * shape.columns + column),
-                pack_bf16x2(total[0], total[1]), pack_bf16x2(total[2], total[3]),
-            )  # fmt: skip
+            low, high = pack_bf16x2(total[4 * i], total[4 * i + 1]), pack_bf16x2(total[4 * i + 2], total[4 * i + 3])
+            store_8b(out + (Int64(token) * shape.columns + column), low, high)
 
 
 @cute.jit
@@ -260,20 +273,20 @@ def input_projection(
     full = ring + shape.barriers_at
     empty = full + 8 * stages
     received = empty + 8 * stages
-    free = received + 16
-    asked = free + 16
+    free = received + 8 * BUFFERS
+    asked = free + 8 * BUFFERS
     sums = ring + shape.received_at
     if tid == 0:
         for s in cutlass.range_constexpr(stages):
             init_barrier(full + 8 * s, Int32(1))
             init_barrier(empty + 8 * s, Int32(4))
-        for half in cutlass.range_constexpr(2):
-            init_barrier(received + 8 * half, Int32(1))
-            init_barrier(free + 8 * half, Int32(SPLIT))
+        for b in cutlass.range_constexpr(BUFFERS):
+            init_barrier(received + 8 * b, Int32(1))
+            init_barrier(free + 8 * b, Int32(SPLIT))
         init_barrier(asked, Int32(4 * GROUPS))
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
-    cute.arch.cluster_arrive()
+    cute.arch.cluster_arrive_relaxed(aligned=True)
 
     if warp == 4 * GROUPS:
         if lane == 0:
@@ -282,22 +295,18 @@ def input_projection(
         # the next launch's blocks come when the last weights are on their way
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.cluster_wait()
-    elif warp == 4 * GROUPS + 1:
+    elif warp > 4 * GROUPS:
         cute.arch.griddepcontrol_wait()
         cute.arch.cluster_wait()
-        for turn in cutlass.range(turns, unroll=1):
-            half = turn & 1
+        b = warp - (4 * GROUPS + 1)
+        for turn in cutlass.range(b, turns, BUFFERS, unroll=1):
             if lane == 0:
-                expect(received + 8 * half, Int32(SOURCES * shape.slab))
-            wait_cluster(received + 8 * half, (turn // 2) & 1)
-            tile = worker + turn * workers
+                expect(received + 8 * b, Int32(SOURCES * shape.slab))
+            wait_cluster(received + 8 * b, (turn // BUFFERS) & 1)
             finish(
-                out, sums + half * SOURCES * shape.slab, tile, first_token + rank * OWNED, m, lane, shape=shape
+                out, sums + b * SOURCES * shape.slab, free + 8 * b, worker + turn * workers, first_token + rank * OWNED,
+                m, lane, turn + BUFFERS < turns, shape=shape,
             )  # fmt: skip
-            cute.arch.sync_warp()
-            # nobody waits for the last two, and a block that has ended must not be sent to
-            if (lane < SPLIT) & (turn + 2 < turns):
-                arrive_peer(peer(free + 8 * half, lane))
     else:
         cute.arch.griddepcontrol_wait()
         cute.arch.cluster_wait()  # the barriers of all blocks exist
@@ -318,15 +327,13 @@ def input_projection(
             cute.arch.sync_warp()
             if lane == 0:
                 arrive(empty + 8 * s)
-            half = turn & 1
-            if turn >= 2:
-                wait_cluster(free + 8 * half, (turn // 2 + 1) & 1)
-            send_sums(
-                acc, staged + half * 8 * GROUPS * shape.slab, target + half * SOURCES * shape.slab, barrier + 8 * half,
-                lane, shape=shape,
-            )  # fmt: skip
+            b = turn % BUFFERS
+            if turn >= BUFFERS:
+                wait_cluster(free + 8 * b, (turn // BUFFERS + 1) & 1)
+            at = b * SOURCES * shape.slab
+            send_sums(acc, staged + at, target + at, barrier + 8 * b, lane, shape=shape)
     # all sums have reached their owners: from a block that has ended nothing can be copied
-    cute.arch.cluster_arrive()
+    cute.arch.cluster_arrive_relaxed(aligned=True)
     cute.arch.cluster_wait()
 
 

@@ -19,8 +19,8 @@ from k3_backend.geometry import geometry
 from k3_backend.ops import OPS
 
 ROOT = Path(k3_backend.__file__).resolve().parent
-FEW = {"form": 0, "rows": 16, "token_tiles": 1, "split": 2, "stages": 6, "ctas": 1, "residents": 1}
-MANY = {"form": 1, "rows": 40, "token_tiles": 8, "split": 8, "stages": 5, "ctas": 1, "residents": 1}
+FEW = {"form": 0, "rows": 16, "token_tiles": 1, "split": 2, "stages": 6, "ctas": 1}
+MANY = {"form": 1, "rows": 24, "token_tiles": 8, "split": 8, "stages": 7, "ctas": 1}
 
 
 def choice(n: int = 6288, **changes: int) -> dict[str, Any]:
@@ -39,15 +39,15 @@ def refusals(tmp_path: Path, arch: str, choices: list[dict[str, Any]]) -> list[s
 
 
 def test_impossible_choices_are_refused_with_a_reason_and_the_others_are_taken(tmp_path: Path) -> None:
-    asked = [choice(), choice(form=1), choice(form=2), choice(form=1, split=4), choice(stages=8), choice(residents=2)]
-    taken, warp_group, warps, split, ring, residents = refusals(tmp_path, "sm_90a", asked)
+    asked = [choice(), choice(form=1), choice(form=2), choice(form=1, split=4), choice(stages=8), choice(ctas=2)]
+    taken, warp_group, warps, split, ring, pair = refusals(tmp_path, "sm_90a", asked)
     assert (taken, warp_group, warps) == (None, None, None)
     assert split is not None
     assert "split = 8" in split
     assert ring is not None
     assert "bytes of shared memory, of 232448" in ring
-    assert residents is not None
-    assert "2 x 177648 bytes" in residents
+    assert pair is not None
+    assert "2 x 177648 bytes" in pair
 
 
 def test_warp_group_products_are_refused_where_the_machine_has_none(tmp_path: Path) -> None:
@@ -61,10 +61,10 @@ def test_warp_group_products_are_refused_where_the_machine_has_none(tmp_path: Pa
     ("arch", "chosen", "registers"),
     [
         ("sm_90a", choice(form=1), 168),
-        ("sm_90a", choice(form=1, rows=36), 168),
+        ("sm_90a", choice(form=1, rows=16, stages=10), 168),
         ("sm_90a", choice(form=2), 168),
         ("sm_103a", choice(form=2, n=3648), 168),
-        ("sm_90a", choice(n=3648, rows=14, stages=3, residents=2), 128),
+        ("sm_90a", choice(n=3648, rows=14, stages=3, ctas=2), 128),
     ],
 )
 def test_machine_code_keeps_activations_in_registers_without_a_stack(

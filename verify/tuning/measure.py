@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from k3_backend.aot.arguments import TORCH_DTYPES, BindError, call_sizes
-from k3_backend.aot.cuda.launch import BoundCall, CudaOp
+from k3_backend.aot.cuda.launch import BoundCall, CudaError, CudaOp
 from k3_backend.geometry import geometry
 from k3_backend.ops import OPS
 from k3_backend.ops.registry import standard
@@ -27,7 +27,7 @@ from verify.evaluator.inputs import Call, Case, kinds, make
 from verify.protocol.kernels import exceeds
 from verify.tuning.manifest import Timed
 
-__all__ = ["COLD_BYTES", "METHOD", "Bench"]
+__all__ = ["COLD_BYTES", "METHOD", "Bench", "DeviceLostError"]
 
 METHOD = "tuning/1"
 KINDS = ("gaussian", "wide", "spikes", "tail")
@@ -41,6 +41,15 @@ _TRIES = 64
 """Seeds tried until a drawn case has the wanted specialised sizes."""
 _DRAWERS = 8
 """Threads that draw inputs while other calls are timed."""
+
+
+class DeviceLostError(Exception):
+    """A point broke the CUDA context; nothing more can run in this process."""
+
+    def __init__(self, index: int, what: str) -> None:
+        super().__init__(what)
+        self.index = index
+        """Of the point in its call."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +78,27 @@ class Bench:
         wanted = [kind for kind in KINDS if kind in kinds(self.spec.name)]
         return [self._pool.submit(self._inputs, timed, kind, seed) for kind in wanted]
 
-    def lines(self, timed: Timed, drawn: Sequence[Future[Call]]) -> Iterator[dict[str, Any]]:
+    def lines(self, timed: Timed, drawn: Sequence[Future[Call]], broken: Mapping[int, str]) -> Iterator[dict[str, Any]]:
         """Raw lines of one call: the standard path's, then one per point.
 
         Args:
             timed: the call.
             drawn: its inputs, from `draw`.
+            broken: points that broke an earlier session's context, with what was said; they are not run.
+
+        Raises:
+            DeviceLostError: a point broke the context.
         """
         cases = [_Inputs(f.result(), expect(f.result(), self._device, self._device)) for f in drawn]
-        outcomes = [self._check(timed, index, cases) for index in range(len(timed.points))]
+        outcomes = []
+        for index in range(len(timed.points)):
+            if index in broken:
+                outcomes.append({"wrong": broken[index], "share": None})
+                continue
+            try:
+                outcomes.append(self._check(timed, index, cases))
+            except (CudaError, torch.AcceleratorError) as error:
+                raise DeviceLostError(index, f"the device failed: {str(error).splitlines()[0][:200]}") from error
         first = cases[0].call
         sets = self._sets(first)
         calls = -(-max(LEAST_CALLS, len(sets)) // len(sets)) * len(sets)

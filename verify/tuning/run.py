@@ -48,7 +48,7 @@ def session(root: Path, out: Path, minutes: float | None, *, resume: bool) -> in
     manifest = read_manifest(root / "manifest.json")
     machine = Machine()
     machine.require(manifest.compute_capability)
-    from verify.tuning.measure import METHOD, Bench
+    from verify.tuning.measure import METHOD, Bench, DeviceLostError
 
     results = Results.open(out, manifest.digest, manifest.document(), resume=resume)
     try:
@@ -57,6 +57,7 @@ def session(root: Path, out: Path, minutes: float | None, *, resume: bool) -> in
         if not results.lines(RAW):
             results.append(RAW, {"kind": "header", "method": METHOD, "machine": machine.describe()})
         bench = Bench(manifest.op, root)
+        broken = _broken(manifest, results.lines(RAW))
         left = [timed for timed in manifest.calls if timed.key not in done and timed.points]
         drawn: dict[str, Any] = {}
         while left and (minutes is None or time.monotonic() - began < 60 * minutes):
@@ -64,7 +65,14 @@ def session(root: Path, out: Path, minutes: float | None, *, resume: bool) -> in
                 if timed.key not in drawn:
                     drawn[timed.key] = bench.draw(timed, secrets.token_hex(16))
             timed = left.pop(0)
-            lines = list(bench.lines(timed, drawn.pop(timed.key)))
+            try:
+                lines = list(bench.lines(timed, drawn.pop(timed.key), broken.get(timed.key, {})))
+            except DeviceLostError as lost:
+                point = dict(timed.points[lost.index])
+                results.append(RAW, {"kind": "broken", "call": timed.key, "tunables": point, "said": str(lost)})
+                _say(f"{timed.key}: {point}: {lost}; go on with --resume")
+                left.insert(0, timed)
+                break
             for line in lines:
                 results.append(RAW, line)
             _say(_summary(timed, lines))
@@ -83,6 +91,17 @@ def _done(manifest: TuningManifest, lines: list[dict[str, Any]]) -> set[str]:
         if line["kind"] == "point":
             seen[line["call"]] = seen.get(line["call"], 0) + 1
     return {timed.key for timed in manifest.calls if seen.get(timed.key, 0) >= len(timed.points)}
+
+
+def _broken(manifest: TuningManifest, lines: list[dict[str, Any]]) -> dict[str, dict[int, str]]:
+    """Call to its points that broke a session's context."""
+    found: dict[str, dict[int, str]] = {}
+    calls = {timed.key: timed for timed in manifest.calls}
+    for line in lines:
+        if line["kind"] == "broken":
+            points = [dict(point) for point in calls[line["call"]].points]
+            found.setdefault(line["call"], {})[points.index(line["tunables"])] = line["said"]
+    return found
 
 
 def _summary(timed: Timed, lines: list[dict[str, Any]]) -> str:

@@ -31,7 +31,7 @@ def multiply_boxes(a: list, boxes: Int32, *, count: int, stride: int, columns: i
     code = [
         "{ .reg .b64 b; .reg .b32 low; .reg .pred add; setp.ne.b32 add, 0, 0;",
         "wgmma.fence.sync.aligned;",
-        "shr.u32 low, {$r0}, 4;",
+        "bfe.u32 low, {$r0}, 4, 14;",
         f"or.b32 low, low, {1 << 16};",
         f"mov.b64 b, {{low, {_SWIZZLE_128B | _EIGHT_ROWS}}};",
     ]

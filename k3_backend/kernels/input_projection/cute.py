@@ -4,7 +4,7 @@ x bf16 [M, K] activation, w bf16 [N, K] constant, out bf16 [M, N]; fp32 sums, on
 All forms keep activations in registers and let weights stream past them; they differ in who holds which activations.
 """
 
-from kernels.input_projection import direct, few_tokens, many_tokens
+from kernels.input_projection import few_tokens, many_tokens
 
 from k3_backend.aot.cuda.contract import Choices, Variant
 
@@ -17,21 +17,15 @@ def variant(c: Choices) -> Variant:
     if c["form"] == FEW:
         few = few_tokens.Shape(
             depth=c.geometry.hidden, columns=c["N"], rows=c["rows"], token_tiles=c["token_tiles"], split=c["split"],
-            stages=c["stages"], residents=c["residents"],
+            stages=c["stages"], ctas=c["ctas"],
         )  # fmt: skip
-        return Variant((few_tokens.launch(few, c["ctas"]),), requires=("M <= 512",))
-    if c["form"] == 3:
-        few = direct.Shape(
-            depth=c.geometry.hidden, columns=c["N"], rows=c["rows"], token_tiles=c["token_tiles"], split=c["split"],
-            stages=c["stages"], early=c["early"], residents=c["residents"],
-        )  # fmt: skip
-        return Variant((direct.launch(few, c["ctas"]),), requires=("M <= 512",))
-    if (c["token_tiles"], c["split"], c["ctas"], c["residents"]) != (8, 8, 1, 1):
-        raise ValueError("forms 1 and 2 have token_tiles = 8, split = 8, ctas = 1, residents = 1")
+        return Variant((few_tokens.launch(few),), requires=("M <= 512",))
+    if (c["token_tiles"], c["split"], c["ctas"]) != (8, 8, 1):
+        raise ValueError("forms 1 and 2 have token_tiles = 8, split = 8, ctas = 1")
     if c["form"] == WARP_GROUP and c.blackwell:
         raise ValueError("form 1 needs wgmma, which only sm_90a has")
     many = many_tokens.Shape(
-        depth=c.geometry.hidden, columns=c["N"], rows=c["rows"], stages=c["stages"], early=c["early"],
+        depth=c.geometry.hidden, columns=c["N"], rows=c["rows"], stages=c["stages"],
         warp_group=c["form"] == WARP_GROUP,
     )  # fmt: skip
     return Variant((many_tokens.launch(many),), requires=("M <= 512",))

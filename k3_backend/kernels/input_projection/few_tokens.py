@@ -53,9 +53,8 @@ class Shape:
     """Tiles of 8 activation rows."""
     split: int
     stages: int
-    residents: int
-    """Blocks for which a multiprocessor has room. With one more than work there, the next kernel's blocks start early
-    and fill their rings while this kernel ends."""
+    ctas: int
+    """Blocks per multiprocessor."""
 
     @property
     def tiles(self) -> int:
@@ -283,7 +282,7 @@ def input_projection(
             finish(out, memory, last, worker + (turns - 1) * workers, rank, first_token, m, tid, shape=shape)
 
 
-def launch(shape: Shape, ctas: int) -> Launch:
+def launch(shape: Shape) -> Launch:
     """One launch of as many clusters as find room, at most `ctas` blocks per multiprocessor."""
     if shape.depth != BOX * CHUNK * shape.split * shape.chunks or shape.rows % shape.split:
         raise ValueError(f"K = {shape.depth} or the rows do not divide: {shape}")
@@ -293,13 +292,13 @@ def launch(shape: Shape, ctas: int) -> Launch:
         arguments=("x", TensorMap("w", shape.rows, BOX), "out", "M"),
         grid=(
             shape.split,
-            f"min({shape.row_tiles}, max(1, clusters * {ctas} // {shape.residents}))",
+            f"min({shape.row_tiles}, clusters, max(1, sms * {shape.ctas} // {shape.split}))",
             f"ceil_div(M, {shape.tokens})",
         ),
         block=32 * (WARPS + 1),
         constants={"shape": shape},
         cluster=shape.split,
         shared=shape.shared_bytes,
-        min_ctas_per_sm=shape.residents,
+        min_ctas_per_sm=shape.ctas,
         expects=("tensor_core", "bulk_copy", *(("cluster",) if shape.split > 1 else ())),
     )

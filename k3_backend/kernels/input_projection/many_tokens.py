@@ -11,8 +11,7 @@ tokens for them, 112 registers per thread, for the whole launch: x is read once 
                hands the buffer back to the cluster, and only then stores: the release would wait for its stores
     clusters   take row tiles in turns; the sums of `BUFFERS` tiles may be under way, which hides their round trip
 
-The first `early` slots of weights are requested before the dependency wait, the others behind the activations' loads,
-which would have to stand in line behind them. A tile's rows are whole DRAM rows, read by the cluster at about
+The weights' ring is filled before the dependency wait. A tile's rows are whole DRAM rows, read by the cluster at about
 the same time. Floor: n * k * 2 bytes of weights; sums cross between blocks as n * 64 * 16 * 4 bytes, on chip.
 Rows beyond N and tokens beyond M read as zero, as a neighbour or as nothing and are not stored.
 """
@@ -70,8 +69,6 @@ class Shape:
     rows: int
     """Weight rows of a tile, a multiple of 4."""
     stages: int
-    early: int
-    """Slots that are requested before the activations."""
     warp_group: bool
     """Multiply by wgmma; else by mma.sync."""
 
@@ -115,12 +112,12 @@ class Shape:
 
     @property
     def barriers_at(self) -> int:
-        """`full` and `empty` of every slot, then `received` and `free` of every buffer, then `asked`."""
+        """`full` and `empty` of every slot, then `received` and `free` of every buffer."""
         return self.received_at + BUFFERS * SOURCES * self.slab
 
     @property
     def shared_bytes(self) -> int:
-        return self.barriers_at + 16 * self.stages + 16 * BUFFERS + 8
+        return self.barriers_at + 16 * self.stages + 16 * BUFFERS
 
 
 @cute.jit
@@ -140,20 +137,15 @@ def transpose_quad(words: tuple, lane: Int32) -> tuple:
 
 
 @cute.jit
-def load_fragments(fragments: cute.Tensor, x: cute.Pointer, token: Int32, m: Int32, k: Int32, lane: Int32,
-                   asked: Int32, *, shape: cutlass.Constexpr) -> None:  # fmt: skip
-    """A warp's activations [16 tokens, SLAB]: registers (a0, a1, a2, a3) for each step of 16 k.
-
-    Arrives on `asked` when all loads are on their way.
-    """
+def load_fragments(fragments: cute.Tensor, x: cute.Pointer, token: Int32, m: Int32, k: Int32, lane: Int32, *,
+                   shape: cutlass.Constexpr) -> None:  # fmt: skip
+    """A warp's activations [16 tokens, SLAB]: registers (a0, a1, a2, a3) for each step of 16 k."""
     for half in cutlass.range_constexpr(2):
         row = x + (Int64(cutlass.min(token + 8 * half + lane // 4, m - 1)) * shape.depth + k + 8 * (lane % 4))
         for piece in cutlass.range_constexpr(SLAB // 32):
             words = load_4xb32(row + 32 * piece)
             for i in cutlass.range_constexpr(4):
                 fragments[8 * piece + 4 * (i // 2) + 2 * (i % 2) + half] = words[i]
-    if lane == 0:
-        arrive(asked)
     for piece in cutlass.range_constexpr(SLAB // 32):
         for half in cutlass.range_constexpr(2):
             at = 8 * piece + half
@@ -241,11 +233,9 @@ def finish(out: cute.Pointer, sums: Int32, free: Int32, tile: Int32, first_token
 
 @cute.jit
 def produce(w_map: cute.Pointer, ring: Int32, full: Int32, empty: Int32, rank: Int32, worker: Int32, workers: Int32,
-            slots: Int32, asked: Int32, *, shape: cutlass.Constexpr) -> None:  # fmt: skip
+            slots: Int32, *, shape: cutlass.Constexpr) -> None:  # fmt: skip
     """All slots of weights of this block, in order; one thread."""
     for i in cutlass.range(slots, unroll=1):
-        if i == shape.early:
-            wait(asked, Int32(0))
         s = i % shape.stages
         wait(empty + 8 * s, (i // shape.stages + 1) & 1)
         expect(full + 8 * s, Int32(BOXES * shape.rows * ROW))
@@ -274,7 +264,6 @@ def input_projection(
     empty = full + 8 * stages
     received = empty + 8 * stages
     free = received + 8 * BUFFERS
-    asked = free + 8 * BUFFERS
     sums = ring + shape.received_at
     if tid == 0:
         for s in cutlass.range_constexpr(stages):
@@ -283,14 +272,13 @@ def input_projection(
         for b in cutlass.range_constexpr(BUFFERS):
             init_barrier(received + 8 * b, Int32(1))
             init_barrier(free + 8 * b, Int32(SPLIT))
-        init_barrier(asked, Int32(4 * GROUPS))
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     cute.arch.cluster_arrive_relaxed(aligned=True)
 
     if warp == 4 * GROUPS:
         if lane == 0:
-            produce(w_map, ring, full, empty, rank, worker, workers, turns * GROUPS, asked, shape=shape)
+            produce(w_map, ring, full, empty, rank, worker, workers, turns * GROUPS, shape=shape)
         cute.arch.sync_warp()
         # the next launch's blocks come when the last weights are on their way
         cute.arch.griddepcontrol_launch_dependents()
@@ -313,7 +301,7 @@ def input_projection(
         group, member = warp // 4, warp % 4
         fragments = cute.make_rmem_tensor(16 * BOXES, Int32)
         k = (rank * GROUPS + group) * SLAB
-        load_fragments(fragments, x, first_token + 16 * member, m, k, lane, asked, shape=shape)
+        load_fragments(fragments, x, first_token + 16 * member, m, k, lane, shape=shape)
         acc = cute.make_rmem_tensor(shape.width // 2, Float32)
         owner = 2 * member + lane % 2
         staged = ring + shape.staged_at + warp * 2 * shape.slab
@@ -341,8 +329,6 @@ def launch(shape: Shape) -> Launch:
     """One launch of as many clusters as there is room for, one block per multiprocessor."""
     if shape.depth != SPLIT * GROUPS * SLAB or shape.rows % 4:
         raise ValueError(f"K = {shape.depth} or the rows do not divide: {shape}")
-    if shape.early > shape.stages:
-        raise ValueError(f"{shape.early} early slots of {shape.stages}")
     return Launch(
         name="input_projection",
         kernel=input_projection,

@@ -20,7 +20,7 @@ from k3_backend.ops import OPS
 
 ROOT = Path(k3_backend.__file__).resolve().parent
 FEW = {"form": 0, "rows": 16, "token_tiles": 1, "split": 2, "stages": 6, "ctas": 1}
-MANY = {"form": 1, "rows": 24, "token_tiles": 8, "split": 8, "stages": 7, "ctas": 1}
+MANY = {"form": 1, "rows": 24, "token_tiles": 8, "split": 8, "stages": 6, "ctas": 1}
 
 
 def choice(n: int = 6288, **changes: int) -> dict[str, Any]:
@@ -39,13 +39,23 @@ def refusals(tmp_path: Path, arch: str, choices: list[dict[str, Any]]) -> list[s
 
 
 def test_impossible_choices_are_refused_with_a_reason_and_the_others_are_taken(tmp_path: Path) -> None:
-    asked = [choice(), choice(form=1), choice(form=2), choice(form=1, split=4), choice(stages=8), choice(ctas=2)]
-    taken, warp_group, warps, split, ring, pair = refusals(tmp_path, "sm_90a", asked)
+    asked = [
+        choice(),
+        choice(form=1),
+        choice(form=2),
+        choice(form=1, split=4),
+        choice(stages=8),
+        choice(ctas=2),
+        choice(form=1, stages=5),
+    ]
+    taken, warp_group, warps, split, ring, pair, odd = refusals(tmp_path, "sm_90a", asked)
     assert (taken, warp_group, warps) == (None, None, None)
     assert split is not None
     assert "split = 8" in split
     assert ring is not None
     assert "bytes of shared memory, of 232448" in ring
+    assert odd is not None
+    assert "multiple of 2" in odd
     assert pair is not None
     assert "2 x 177648 bytes" in pair
 

@@ -15,7 +15,7 @@ from verify.kit.machine import Machine
 from verify.kit.store import Results
 from verify.tuning.manifest import RAW, Timed, TuningManifest, read_manifest
 
-__all__ = ["command", "session"]
+__all__ = ["broken_points", "command", "session"]
 
 FINE, USAGE, INCOMPLETE = 0, 2, 3
 AHEAD = 2
@@ -57,7 +57,7 @@ def session(root: Path, out: Path, minutes: float | None, *, resume: bool) -> in
         if not results.lines(RAW):
             results.append(RAW, {"kind": "header", "method": METHOD, "machine": machine.describe()})
         bench = Bench(manifest.op, root)
-        broken = _broken(manifest, results.lines(RAW))
+        broken = broken_points(manifest, results.lines(RAW))
         left = [timed for timed in manifest.calls if timed.key not in done and timed.points]
         drawn: dict[str, Any] = {}
         while left and (minutes is None or time.monotonic() - began < 60 * minutes):
@@ -93,7 +93,7 @@ def _done(manifest: TuningManifest, lines: list[dict[str, Any]]) -> set[str]:
     return {timed.key for timed in manifest.calls if seen.get(timed.key, 0) >= len(timed.points)}
 
 
-def _broken(manifest: TuningManifest, lines: list[dict[str, Any]]) -> dict[str, dict[int, str]]:
+def broken_points(manifest: TuningManifest, lines: list[dict[str, Any]]) -> dict[str, dict[int, str]]:
     """Call to its points that broke a session's context."""
     found: dict[str, dict[int, str]] = {}
     calls = {timed.key: timed for timed in manifest.calls}

@@ -69,6 +69,9 @@ class Shape:
     rows: int
     """Weight rows of a tile, a multiple of 4."""
     stages: int
+    """Slots of the ring, an even number: a slot then always serves the same group, whose waits see its phases in order.
+    With an odd one, a group may ask for a phase while the one before it, the other group's, has not ended; the parity
+    says yes."""
     warp_group: bool
     """Multiply by wgmma; else by mma.sync."""
 
@@ -329,6 +332,8 @@ def launch(shape: Shape) -> Launch:
     """One launch of as many clusters as there is room for, one block per multiprocessor."""
     if shape.depth != SPLIT * GROUPS * SLAB or shape.rows % 4:
         raise ValueError(f"K = {shape.depth} or the rows do not divide: {shape}")
+    if shape.stages % GROUPS:
+        raise ValueError(f"{shape.stages} slots; expected a multiple of {GROUPS}")
     return Launch(
         name="input_projection",
         kernel=input_projection,

@@ -14,6 +14,7 @@ from verify.kit.store import Results
 from verify.tuning.choose import choose, schedule_of
 from verify.tuning.manifest import RAW, Timed, TuningManifest, read_manifest
 from verify.tuning.receive import read_results
+from verify.tuning.run import broken_points
 from verify.tuning.space import parse_vary, points
 from verify.tuning.summary import raw_lines, summary
 
@@ -162,3 +163,10 @@ def test_a_manifest_reads_back_and_an_edited_one_does_not(tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes().replace(b'"rows": 16', b'"rows": 32'))
     with pytest.raises(FasttrackError, match="its digest does not follow"):
         read_manifest(path)
+
+
+def test_a_point_that_broke_a_context_is_known_to_the_next_session() -> None:
+    call = timed(8)
+    said = {"kind": "broken", "call": call.key, "tunables": FAST, "said": "the device failed"}
+    assert broken_points(manifest(call, timed(16)), [said]) == {call.key: {1: "the device failed"}}
+    assert choose(manifest(call), [said, *lines(call, 20.0, None)])[0].point == SLOW

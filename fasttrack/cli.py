@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import typer
 from typer.main import get_command
 
-from fasttrack.commands import audit, bench, build, bundle, catalogue, doctor, kit, optimize, runs, verify
+from fasttrack.commands import audit, bench, build, bundle, catalogue, doctor, kit, optimize, runs, tune, verify
 from fasttrack.console import EXIT_USAGE, report_problem
 from fasttrack.workspace import Workspace
 from harness.errors import FasttrackError
@@ -37,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (doctor, catalogue, optimize, verify, build, audit, bench, kit, runs, bundle):
+for module in (doctor, catalogue, optimize, verify, build, audit, bench, kit, tune, runs, bundle):
     module.register(app)
 
 

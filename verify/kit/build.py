@@ -31,7 +31,7 @@ from verify.protocol.path_cuda_record import PROTOCOL_ID as PATH_PROTOCOL
 from verify.protocol.peers import PROTOCOL_ID as BENCH_PROTOCOL
 from verify.protocol.perf_plan import CUDA_PROTOCOL_ID as PERF_PROTOCOL
 
-__all__ = ["KIT_GATES", "KIT_SECTIONS", "MAX_BYTES", "Arm", "describe", "kit_files", "make_kit"]
+__all__ = ["KIT_GATES", "KIT_SECTIONS", "MAX_BYTES", "Arm", "describe", "kit_files", "make_archive", "make_kit"]
 
 MAX_BYTES = 40_000_000
 KIT_GATES: Mapping[str, str] = {"kernels": KERNELS_PROTOCOL, "path": PATH_PROTOCOL, "perf": PERF_PROTOCOL}
@@ -96,9 +96,17 @@ def make_kit(out: Path, manifest: KitManifest, files: Mapping[str, bytes]) -> No
     Raises:
         FasttrackError: `out` exists, the kit would be too large, or the disk refuses. Nothing is left behind.
     """
-    files = {**files, MANIFEST: manifest.document()}
+    make_archive(out, f"kit-{manifest.digest[:12]}", {**files, MANIFEST: manifest.document()})
+
+
+def make_archive(out: Path, name: str, files: Mapping[str, bytes]) -> None:
+    """Write files as a folder, or as one archive with `name` as its root if `out` ends in `.tar.gz`.
+
+    Raises:
+        FasttrackError: as `make_kit`.
+    """
     total = sum(map(len, files.values()))
-    archive = _archive(files, f"kit-{manifest.digest[:12]}") if out.name.endswith(ARCHIVE_SUFFIX) else None
+    archive = _archive(files, name) if out.name.endswith(ARCHIVE_SUFFIX) else None
     if (total if archive is None else len(archive)) > MAX_BYTES:
         raise FasttrackError(
             f"the kit would have {total} bytes", where=str(out), expected=f"at most {MAX_BYTES}",
@@ -112,9 +120,9 @@ def make_kit(out: Path, manifest: KitManifest, files: Mapping[str, bytes]) -> No
             out.parent.mkdir(parents=True, exist_ok=True)
             _remove(partial)
             if archive is None:
-                for name, data in files.items():
-                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                    (partial / name).write_bytes(data)
+                for path, data in files.items():
+                    (partial / path).parent.mkdir(parents=True, exist_ok=True)
+                    (partial / path).write_bytes(data)
             else:
                 partial.write_bytes(archive)
             partial.rename(out)

@@ -21,6 +21,8 @@ from typing import Any
 
 USAGE = 2
 MINIMUM = (3, 11)
+TUNING = "fasttrack-tuning"
+"""Kind of an archive that times points of a schedule instead of judging a candidate."""
 
 
 class KitError(Exception):
@@ -88,8 +90,10 @@ def main(arguments: list[str]) -> int:
         return 0
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(root / "code"))
-    from verify.kit.run import command
-
+    if manifest["kind"] == TUNING:
+        from verify.tuning.run import command
+    else:
+        from verify.kit.run import command
     return command(root, options)
 
 

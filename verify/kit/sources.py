@@ -31,24 +31,25 @@ LAZY_OUTSIDE = frozenset({"safetensors", "fla", "tvm_ffi"})
 """Imported inside functions that the kit never calls, or whose caller has another way where it is missing."""
 
 
-def closure(root: Path, stdlib: frozenset[str]) -> tuple[str, ...]:
+def closure(root: Path, stdlib: frozenset[str], entries: tuple[str, ...] = ENTRY_POINTS) -> tuple[str, ...]:
     """Relative paths of all files that travel, sorted.
 
     Args:
         root: export of the base commit, with `PACKAGES`.
         stdlib: names of the standard library's modules.
+        entries: modules that are started or imported by name.
 
     Raises:
         FasttrackError: a file imports what the GPU machine need not have, or an entry point is missing.
     """
     found: set[str] = set()
-    left = [_path(root, module) for module in ENTRY_POINTS]
+    left = [_path(root, module) for module in entries]
     left += [path for pattern in DYNAMIC for path in sorted(root.glob(pattern))]
     while left:
         path = left.pop()
         if path is None:
             raise FasttrackError(
-                "the base commit cannot make kits", where=str(root), expected=f"modules {', '.join(ENTRY_POINTS)}",
+                "the base commit cannot make kits", where=str(root), expected=f"modules {', '.join(entries)}",
                 next="choose a newer base with --base",
             )  # fmt: skip
         name = path.relative_to(root).as_posix()

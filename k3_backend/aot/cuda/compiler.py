@@ -26,7 +26,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["KernelFinder", "main"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -38,7 +38,7 @@ class _RelativeLoader(SourceFileLoader):
         return compile(Path(self.path).read_bytes(), self.path, "exec", dont_inherit=True)
 
 
-class _KernelFinder(MetaPathFinder):
+class KernelFinder(MetaPathFinder):
     """Finds `kernels` and what lies below it in the working folder, nowhere else."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002 - the protocol's signature
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     out = Path(argv[1])
     place: dict[str, Any] = {"choices": None, "launch": None}
-    sys.meta_path.insert(0, _KernelFinder())
+    sys.meta_path.insert(0, KernelFinder())
     try:
         result = [_compile_variant(request, choices, out, place) for choices in request["choices"]]
     except BaseException as error:

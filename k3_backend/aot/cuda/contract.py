@@ -20,7 +20,8 @@ EXPECTABLE = ("tensor_core", "bulk_copy", "cluster", "async_copy", "prefetch")
 """Instruction classes that a launch may promise; the audit looks for them in the machine code."""
 
 Extent = int | str
-"""An integer, or an expression over sizes, attributes, tunables and `sms` (see `expression.py`)."""
+"""An integer, or an expression over sizes, attributes, tunables and `sms` (see `expression.py`); in a grid also
+`clusters`, how many clusters of the launch the device holds at once."""
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ class CudaOp:
         self.multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._libraries: list[Any] = []
         self._kernels: dict[str, Any] = {}
+        self._rooms: dict[str, int] = {}
         for image in self.descriptor.images():
             self._load(folder / image)
         for variant in self.descriptor.variants:
@@ -246,10 +247,26 @@ class CudaOp:
         values: list[Any] = []
         for parameter in launch.parameters:
             values.append(_value(parameter, sizes, numbers, pointers, self.spec.name))
+        if launch.cluster > 1:
+            sizes = {**sizes, "clusters": self._room(launch)}
         grid = [evaluate(extent, sizes) for extent in launch.grid]
         if min(grid) < 1:
             raise BindError(f"grid {grid}", op=self.spec.name, argument=launch.name, expected="a positive grid")
         return _Packed(self._kernels[launch.image], launch, grid, values)
+
+    def _room(self, launch: LaunchSpec) -> int:
+        """Clusters of a launch that the device holds at once: its multiprocessors come in groups of unequal size."""
+        if launch.image not in self._rooms:
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = launch.cluster, self.multiprocessors, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
+            config.sharedMemBytes = launch.shared
+            config.attrs, config.numAttrs = [_cluster_attribute(launch.cluster)], 1
+            function = driver.CUfunction(int(self._kernels[launch.image]))
+            self._rooms[launch.image] = int(
+                check(driver.cuOccupancyMaxActiveClusters(function, config), f"clusters of {launch.name}")
+            )
+        return self._rooms[launch.image]
 
 
 def _value(
@@ -274,6 +291,14 @@ def _value(
     return ctypes.c_int32(value)
 
 
+def _cluster_attribute(blocks: int) -> Any:
+    """Blocks along x that form a cluster."""
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = blocks, 1, 1
+    return attribute
+
+
 class _Packed:
     """One launch with its packed arguments; the driver copies them at every launch."""
 
@@ -289,10 +314,7 @@ class _Packed:
         config.sharedMemBytes = launch.shared
         attributes = []
         if launch.cluster > 1:
-            cluster = driver.CUlaunchAttribute()
-            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = launch.cluster, 1, 1
-            attributes.append(cluster)
+            attributes.append(_cluster_attribute(launch.cluster))
         if launch.pdl:
             dependent = driver.CUlaunchAttribute()
             dependent.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

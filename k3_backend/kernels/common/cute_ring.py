@@ -13,7 +13,7 @@ here is one PTX instruction (waits: a loop around one) with the memory order tha
 from cutlass import Float32, Int32, cute
 
 __all__ = [
-    "arrive", "arrive_peer", "bulk_copy", "expect", "init_barrier", "load_f32x2",
+    "arrive", "arrive_peer", "bulk_copy", "bulk_send", "expect", "init_barrier", "load_f32x2",
     "order_generic_before_bulk", "peer", "send_f32x2", "send_f32x4", "store_b32", "store_f32",
     "store_f32x2", "store_zero_16b", "wait", "wait_cluster",
 ]  # fmt: skip
@@ -69,6 +69,18 @@ def bulk_copy(target: Int32, source: cute.Pointer, count: Int32, barrier: Int32)
     """Copy bytes (a multiple of 16, both ends aligned to 16) from global to shared memory; completes on the barrier."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, count, barrier],
+    )
+
+
+@cute.jit
+def bulk_send(target: Int32, source: Int32, count: Int32, barrier: Int32) -> None:
+    """Copy bytes (a multiple of 16) of own shared memory to a mapped address; completes on a barrier of that CTA.
+
+    `order_generic_before_bulk` by the threads that wrote the source, and a barrier among them, go before.
+    """
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, source, count, barrier],
     )
 

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, cute
 
 __all__ = [
     "copy_16b_async", "copy_box", "load_4xb32", "load_shared_4xb32", "load_shared_4xf32", "send_f32", "store_4xb32",
-    "store_4xf32",
+    "store_4xf32", "store_8b", "store_shared_4xf32",
 ]  # fmt: skip
 
 
@@ -32,6 +32,18 @@ def store_4xf32(pointer: cute.Pointer, values: tuple) -> None:
 def store_4xb32(pointer: cute.Pointer, values: tuple) -> None:
     """16 bytes from four Int32."""
     cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *values])
+
+
+@cute.jit
+def store_8b(pointer: cute.Pointer, low: Int32, high: Int32) -> None:
+    """Two registers, four bf16."""
+    cute.arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[pointer, low, high])
+
+
+@cute.jit
+def store_shared_4xf32(address: Int32, values: tuple) -> None:
+    """Four consecutive Float32 to shared memory, by its 32-bit address."""
+    cute.arch.inline_ptx("st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
 
 
 @cute.jit

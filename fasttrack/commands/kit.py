@@ -64,10 +64,11 @@ def build(
         arms=arms, mutants=planted,
     )  # fmt: skip
     files = kit_files(export_tree(repo, start, JUDGING_PATHS, cache / "trees"), {**arms, **planted})
-    make_kit(out, manifest, files)
+    run = make_kit(out, manifest, files)
     rows = [(key, digest[:16]) for key, digest in manifest.arms["candidate"].items()]
     output.table(f"kit {manifest.digest[:12]}", ("artifact", "digest"), rows)
-    output.say(f"on the GPU machine: python3 {out.name}/kit.py run --out R\nthen here: fasttrack kit import R")
+    again = "" if mutants is None else f" --mutants {mutants}"
+    output.say(f"on the GPU machine: {run}\nthen here: fasttrack kit import R{again}")
     output.document({
         "kit": manifest.digest, "path": str(out), "base": start, "head": head, "target": target, "tier": tier,
         "gates": list(selected), "mutants": sorted(planted), "artifacts": dict(manifest.arms["candidate"]),

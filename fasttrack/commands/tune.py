@@ -59,12 +59,12 @@ def build(
         None if geometries is None else tuple(geometries.split(",")),
     )  # fmt: skip
     manifest, files = archive(asked, workspace.settings, workspace.repo, workspace.cache, output.say)
-    make_archive(out, f"tuning-{manifest.digest[:12]}", {**files, "manifest.json": manifest.document()})
+    run = make_archive(out, f"tuning-{manifest.digest[:12]}", {**files, "manifest.json": manifest.document()})
     table = [(timed.key, str(len(timed.points))) for timed in manifest.calls]
     output.table(f"tuning archive {manifest.digest[:12]}", ("call", "points"), table)
     reasons = sorted({str(entry["reason"]) for entry in manifest.left_out})
     output.say(f"left out: {len(manifest.left_out)} points" + "".join(f"\n  {reason}" for reason in reasons[:20]))
-    output.say(f"on the GPU machine: python3 {out.name}/kit.py run --out R\nthen here: fasttrack tune import R")
+    output.say(f"on the GPU machine: {run}\nthen here: fasttrack tune import R")
     output.document({
         "archive": manifest.digest, "path": str(out), "commit": asked.commit, "op": op, "target": target,
         "calls": {timed.key: len(timed.points) for timed in manifest.calls},

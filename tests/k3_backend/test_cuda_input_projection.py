@@ -13,7 +13,7 @@ import pytest
 
 import k3_backend
 from k3_backend.aot.cuda.build import build
-from k3_backend.aot.cuda.cubin import read_kernels
+from k3_backend.aot.cuda.cubin import read as read_cubin
 from k3_backend.aot.cuda.descriptor import Descriptor
 from k3_backend.geometry import geometry
 from k3_backend.ops import OPS
@@ -86,8 +86,9 @@ def test_machine_code_keeps_activations_in_registers_without_a_stack(
     )  # fmt: skip
     descriptor = Descriptor.read(artifact.path, OPS["input_projection"])
     (launch,) = descriptor.variants[0].launches
-    (kernel,) = read_kernels((artifact.path / launch.image).read_bytes())
+    (kernel,) = read_cubin((artifact.path / launch.image).read_bytes()).kernels.values()
     assert kernel.frame_bytes == 0
+    assert kernel.registers is not None
     assert kernel.registers <= registers
     ptx = (artifact.path / launch.image).with_suffix(".ptx").read_text()
     assert ("wgmma.mma_async" in ptx) == (chosen["tunables"]["form"] == 1)

@@ -85,7 +85,7 @@ def describe(
     )  # fmt: skip
 
 
-def make_kit(out: Path, manifest: KitManifest, files: Mapping[str, bytes]) -> None:
+def make_kit(out: Path, manifest: KitManifest, files: Mapping[str, bytes]) -> str:
     """Write the kit as a folder, or as one archive if `out` ends in `.tar.gz`.
 
     Args:
@@ -93,14 +93,20 @@ def make_kit(out: Path, manifest: KitManifest, files: Mapping[str, bytes]) -> No
         manifest: names all of `files` with their digests.
         files: from `kit_files`.
 
+    Returns:
+        The command that runs it on the GPU machine, beside the copied folder or archive.
+
     Raises:
         FasttrackError: `out` exists, the kit would be too large, or the disk refuses. Nothing is left behind.
     """
-    make_archive(out, f"kit-{manifest.digest[:12]}", {**files, MANIFEST: manifest.document()})
+    return make_archive(out, f"kit-{manifest.digest[:12]}", {**files, MANIFEST: manifest.document()})
 
 
-def make_archive(out: Path, name: str, files: Mapping[str, bytes]) -> None:
+def make_archive(out: Path, name: str, files: Mapping[str, bytes]) -> str:
     """Write files as a folder, or as one archive with `name` as its root if `out` ends in `.tar.gz`.
+
+    Returns:
+        The command that runs it, as `make_kit`.
 
     Raises:
         FasttrackError: as `make_kit`.
@@ -128,6 +134,9 @@ def make_archive(out: Path, name: str, files: Mapping[str, bytes]) -> None:
             partial.rename(out)
         finally:
             _remove(partial)
+    if archive is None:
+        return f"python3 {out.name}/{ENTRY} run --out R"
+    return f"tar xzf {out.name} && python3 {name}/{ENTRY} run --out R"
 
 
 def kit_files(base_tree: Path, arms: Mapping[str, Arm]) -> dict[str, bytes]:

@@ -48,7 +48,8 @@ def test_the_same_inputs_give_the_same_bytes(tmp_path: Path, kit: Path) -> None:
     assert again.digest == read_kit(kit).digest
     files = {name: (kit / name).read_bytes() for name in again.files}
     for name in ("a", "b"):
-        make_kit(tmp_path / f"{name}.tar.gz", again, files)
+        run = make_kit(tmp_path / f"{name}.tar.gz", again, files)
+        assert run == f"tar xzf {name}.tar.gz && python3 kit-{again.digest[:12]}/kit.py run --out R"
         os.utime(kit / "kit.py")
     assert (tmp_path / "a.tar.gz").read_bytes() == (tmp_path / "b.tar.gz").read_bytes()
     with tarfile.open(tmp_path / "a.tar.gz") as tar:

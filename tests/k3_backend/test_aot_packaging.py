@@ -93,10 +93,11 @@ def _run(wheel: Path, environment: Path, tmp_path: Path, code: str) -> subproces
 IMPORT_ALL = """
 import importlib, pkgutil, k3_backend
 assert k3_backend.__file__.startswith(sys.path[0]), k3_backend.__file__
-needs_extra = {"build", "cubin", "dsl", "launch"}  # of k3_backend.aot.cuda: the extras cuda and cuda-build
+# extras cuda and cuda-build
+needs_extra = {"aot.cuda.build", "aot.cuda.cubin", "aot.cuda.dsl", "aot.cuda.launch", "step.cuda"}
 for module in pkgutil.walk_packages(k3_backend.__path__, "k3_backend."):
-    package, _, name = module.name.rpartition(".")
-    if not (package == "k3_backend.aot.cuda" and name in needs_extra):
+    name = module.name.removeprefix("k3_backend.")
+    if name not in needs_extra and not name.endswith(".standard_cuda"):  # torch with CUDA brings triton
         importlib.import_module(module.name)
 """
 

@@ -27,7 +27,7 @@ from k3_backend.aot.cpu.host import best_arch
 from k3_backend.aot.manifest import Artifact
 from k3_backend.aot.schedule import Tunable, load_tunables
 from k3_backend.geometry import geometry
-from verify.arms import KERNELS, SCHEDULES, SandboxRunner, artifact_cache
+from verify.building import KERNELS, SCHEDULES, SandboxRunner, artifact_cache
 from verify.evaluator.inputs import Call, Case, make
 from verify.evaluator.worker import ArmSpec, SharedBuffer, Worker
 from verify.snapshots import JUDGING_PATHS, export_tree

@@ -15,7 +15,7 @@ from k3_backend.aot.cuda.arch import ARCHS
 from k3_backend.aot.cuda.build import specialised_values
 from k3_backend.aot.schedule import Schedule, load_declarations, render
 from k3_backend.geometry import geometry
-from verify.arms import KERNELS, SCHEDULES
+from verify.building import KERNELS, SCHEDULES
 from verify.kit.build import make_archive
 from verify.tuning.build import Asked, archive
 from verify.tuning.choose import choose, schedule_of

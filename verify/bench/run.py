@@ -24,10 +24,10 @@ from k3_backend.aot.build import build_all, build_runtime, specialised_ops
 from k3_backend.aot.cpu.host import best_arch
 from k3_backend.geometry import Geometry, geometry
 from k3_backend.ops import OPS
-from verify.arms import KERNELS, SCHEDULES, SandboxRunner, artifact_cache
 from verify.bench.ceilings import measure_ceilings
 from verify.bench.records import ArmTiming, BenchCell, BenchReport, PairedRatio
 from verify.bench.traffic import cell_traffic
+from verify.building import KERNELS, SCHEDULES, SandboxRunner, artifact_cache
 from verify.evaluator.worker import ArmSpec
 from verify.gates.perf.workers import WorkerSampler
 from verify.protocol.bounds import bounds

@@ -19,8 +19,7 @@ from k3_backend.aot.cuda.build import build, scheduled, specialised_ops
 from k3_backend.aot.manifest import Artifact
 from k3_backend.geometry import geometry
 from k3_backend.ops import ALL_OPS
-from verify.arms import KERNELS, SCHEDULES, SandboxRunner
-from verify.gates.build.device import builder_paths
+from verify.building import KERNELS, SCHEDULES, SandboxRunner, builder_paths
 from verify.kit.manifest import KitManifest, Unit
 
 __all__ = ["build_units", "named", "require_covered", "require_ops", "units_of"]

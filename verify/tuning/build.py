@@ -30,8 +30,7 @@ from k3_backend.aot.manifest import MANIFEST_NAME, Artifact
 from k3_backend.aot.schedule import Declarations, Schedule, load_declarations
 from k3_backend.geometry import geometry
 from k3_backend.ops import OPS
-from verify.arms import KERNELS, SCHEDULES, SandboxRunner
-from verify.gates.build.device import builder_paths
+from verify.building import KERNELS, SCHEDULES, SandboxRunner, builder_paths
 from verify.kit.sources import closure
 from verify.snapshots import JUDGING_PATHS, export_tree
 from verify.tuning.manifest import Timed, TuningManifest

@@ -26,7 +26,8 @@ from k3_backend.aot.compile import COMPILER, BuildError
 from k3_backend.aot.cpu.host import best_arch
 from k3_backend.aot.manifest import Artifact
 from k3_backend.geometry import Geometry, geometry
-from verify.arms import KERNELS, SCHEDULES, SandboxRunner, artifact_cache, snapshot
+from verify.arms import snapshot
+from verify.building import KERNELS, SCHEDULES, SandboxRunner, artifact_cache
 from verify.context import GateContext
 from verify.gates.build.device import build_units, missing_tools, unit_names
 from verify.gates.common import command_for, gate_guard, to_result

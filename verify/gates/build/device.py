@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import k3_backend
-from harness import sandbox
 from k3_backend.aot.compile import BuildError
 from k3_backend.aot.cuda import build as cuda
 from k3_backend.aot.manifest import Artifact
 from k3_backend.geometry import geometry
-from verify.arms import KERNELS, SCHEDULES, SandboxRunner, artifact_cache
+from verify.building import KERNELS, SCHEDULES, SandboxRunner, artifact_cache, builder_paths
 from verify.context import GateContext
 
-__all__ = ["DeviceUnit", "build_units", "builder_paths", "missing_tools", "unit_names"]
+__all__ = ["DeviceUnit", "build_units", "missing_tools", "unit_names"]
 
 JOBS = 2
 _SECOND_EPOCH = 1_000_000_000
@@ -37,11 +35,6 @@ class DeviceUnit:
 
     line: dict[str, Any]
     artifact: Artifact | None
-
-
-def builder_paths(kernels: Path) -> tuple[Path, ...]:
-    """What the compiling process must be able to read, its working folder aside."""
-    return (kernels.resolve(), Path(k3_backend.__file__).resolve().parent, *sandbox.python_paths())
 
 
 def missing_tools() -> dict[str, str] | None:

@@ -19,7 +19,7 @@ import numpy as np
 from harness.records import EvidenceClass, GateResult
 from k3_backend.aot.schedule import Schedule, ScheduleError, load_declarations
 from k3_backend.ops import OPS
-from verify.arms import KERNELS, SCHEDULES
+from verify.building import KERNELS, SCHEDULES
 from verify.context import Arms, GateContext
 from verify.evaluator.contention import Competitors
 from verify.evaluator.execute import run_case

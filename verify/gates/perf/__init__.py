@@ -13,8 +13,8 @@ from typing import Any
 
 from harness.records import EvidenceClass, GateResult
 from k3_backend.geometry import geometry
-from verify.arms import artifact_cache
 from verify.bench.ceilings import measure_ceilings
+from verify.building import artifact_cache
 from verify.context import Arms, GateContext
 from verify.gates.arms import best_arm, candidate_arm, obstacle, standard_arm
 from verify.gates.common import gate_guard, to_result

@@ -23,7 +23,7 @@ from k3_backend.aot.cuda.launch import BoundCall, CudaError, CudaOp, check
 from k3_backend.geometry import Geometry
 from k3_backend.ops.interface import OpSpec
 from verify.workers import late_copy
-from verify.workers.card_methods import Plan
+from verify.workers.card import Plan
 from verify.workers.shared import View
 from verify.workers.spoil import disturb
 
@@ -91,7 +91,7 @@ class CudaCard:
         self.spoiled = True
 
     def run(self, handle: int, mode: str, image: npt.NDArray[np.uint8], delay_ns: int) -> None:
-        """Run once in a mode of `card_methods.MODES`."""
+        """Run once in a mode of `card.MODES`."""
         call, host = self.calls[handle], torch.from_numpy(image)
         used = host.numel()
         with torch.cuda.stream(self.stream):

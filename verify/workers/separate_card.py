@@ -18,7 +18,7 @@ from k3_backend.aot.arguments import TORCH_DTYPES
 from k3_backend.aot.cuda.launch import BoundCall, CudaOp
 from k3_backend.geometry import Geometry
 from k3_backend.ops.interface import OpSpec
-from verify.workers.card_methods import Plan
+from verify.workers.card import Plan
 from verify.workers.cuda_card import CudaCard
 from verify.workers.shared import View
 

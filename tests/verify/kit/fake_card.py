@@ -22,7 +22,7 @@ from k3_backend.geometry import Geometry
 from k3_backend.ops.interface import OpSpec
 from k3_backend.ops.registry import standard
 from verify.workers import card_methods
-from verify.workers.card_methods import Plan
+from verify.workers.card import Plan
 from verify.workers.main import Session
 from verify.workers.shared import View
 from verify.workers.spoil import disturb

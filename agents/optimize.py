@@ -23,9 +23,10 @@ from harness.errors import FasttrackError
 from harness.evidence import DiskError
 from harness.git import Repository
 from harness.progress import Progress, silent
+from harness.proposals import CandidateOutcome, CandidateRow
 from harness.records import GateName, GateResult, Measurement, Outcome, VerdictWord
 from harness.settings import Settings
-from harness.store import CandidateOutcome, CandidateRow, RunStore
+from harness.store import RunStore
 from verify.pipeline import EDITABLE_ROOTS, Job, Verification, make_candidate, verify
 from verify.snapshots import export_tree
 

@@ -10,9 +10,10 @@ import reports
 from agents.optimize import RunResult
 from agents.task import Task
 from fasttrack.workspace import Workspace
+from harness.proposals import CandidateRow
 from harness.records import Cell, GateName, GateResult, Measurement, Missing, Outcome
 from harness.settings import Target, Tier
-from harness.store import CandidateRow, RunStore
+from harness.store import RunStore
 from reports.schema import BundleInput, Command, Commits, Disclosure, OtherCandidate
 from verify.pipeline import Verification
 

@@ -22,25 +22,21 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from harness import canonical
 from harness.errors import FasttrackError
 from harness.evidence import JsonLines, disk_error, fsync_folder, write_atomic
+from harness.proposals import CandidateOutcome, CandidateRow
 from harness.records import EvidenceRef, GateName, GateResult
 from harness.tables import Tables
 
-__all__ = ["CandidateOutcome", "CandidateRow", "EvidenceSink", "RunStore", "new_run_id"]
-
-CandidateOutcome = Literal["accepted", "rejected", "incomplete", "beaten", "duplicate", "invalid"]
-"""How a proposal ended: verdict words; `beaten` was refused by no gate but another is faster in a cell of the task;
-`duplicate` equals an earlier tree; `invalid` never became a tree that gates could judge."""
+__all__ = ["EvidenceSink", "RunStore", "new_run_id"]
 
 _RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -111,30 +107,6 @@ class EvidenceSink:
         if not _NAME.fullmatch(name):
             raise ValueError(f"evidence name {name!r} must match {_NAME.pattern}")
         return self._files.setdefault(name, JsonLines(self.root / "raw" / f"{name}.jsonl"))
-
-
-@dataclass(frozen=True)
-class CandidateRow:
-    """One proposal as the run knows it."""
-
-    number: int
-    """1, 2, … in the order of proposing."""
-    key: str
-    """The proposer's own name for it; proposing the same key again returns the same row."""
-    head: str
-    """Commit of the candidate; for `invalid` ones the base."""
-    origin: str
-    note: str
-    """What the proposer says it tries."""
-    outcome: CandidateOutcome | None = None
-    """None while it is being judged."""
-    reason: str | None = None
-    """One line for tables: the first failed gate's message, or what beat it."""
-
-    @property
-    def folder(self) -> str:
-        """Name of its folder below `candidates/`."""
-        return f"{self.number:03d}-{self.head[:12]}"
 
 
 class RunStore:

@@ -9,12 +9,10 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.evidence import DiskError
-
-if TYPE_CHECKING:
-    from harness.store import CandidateRow
+from harness.proposals import CandidateRow
 
 __all__ = ["Tables"]
 

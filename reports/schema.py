@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
+from harness.proposals import CandidateOutcome
 from harness.records import (
     GATES,
     Candidate,
@@ -26,7 +27,6 @@ from harness.records import (
     Verdict,
 )
 from harness.settings import Scope, Target, Tier
-from harness.store import CandidateOutcome
 
 __all__ = [
     "BUNDLE_VERSION", "RENDER_VERSION", "Artifact", "Bundle", "BundleInput", "Command", "Commits", "Disclosure",

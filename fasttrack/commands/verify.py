@@ -14,9 +14,10 @@ from fasttrack.console import Json, Output, verdict_exit
 from fasttrack.evidence import bundle_of
 from fasttrack.workspace import Workspace
 from harness.errors import FasttrackError
+from harness.proposals import CandidateOutcome
 from harness.records import Candidate, Cell, GateName, GateResult, Verdict, VerdictWord
 from harness.settings import Target, Tier
-from harness.store import CandidateOutcome, RunStore
+from harness.store import RunStore
 from reports.schema import Command
 from verify.capability import require_compiler
 from verify.kit.importing import Imported

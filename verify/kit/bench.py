@@ -105,14 +105,8 @@ def _planned(kit: KitContext, arm: str) -> list[PeerCell]:
             )  # fmt: skip
         return [PeerCell.from_json(cell) for cell in lines[0]["planned"]]
     cells = plan((unit.op, unit.geometry) for unit in manifest.units(arm))
-    header = {
-        "kind": "header", "gate": SECTION, "protocol": PROTOCOL_ID, "target": manifest.target, "tier": manifest.tier,
-        "base": manifest.base, "head": manifest.head, "kit": manifest.digest, "nonce": kit.results.nonce,
-        "artifacts": dict(manifest.arms[arm]), "batches": list(manifest.batches), "tokens": list(manifest.tokens),
-        "draws": manifest.draws, "mutants": {name: dict(units) for name, units in manifest.mutants.items()},
-        "planned": [cell.to_json() for cell in cells], "packages": packages, "machine": kit.description,
-        "command": manifest.command,
-    }  # fmt: skip
+    planned = [cell.to_json() for cell in cells]
+    header = {**kit.header(SECTION, PROTOCOL_ID, arm), "planned": planned, "packages": packages}
     kit.results.append(SECTION, header)
     return cells
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verify.kit.machine import Machine
-from verify.kit.manifest import CODE, KitManifest, Unit, artifact_folder, schedules_folder
+from verify.kit.manifest import CANDIDATE, CODE, KitManifest, Unit, artifact_folder, schedules_folder
 from verify.kit.store import Results
 
 __all__ = ["KitContext"]
@@ -47,6 +47,28 @@ class KitContext:
     def code(self) -> Path:
         """The trusted Python."""
         return self.root / CODE
+
+    def header(self, gate: str, protocol: str, arm: str = CANDIDATE) -> dict[str, Any]:
+        """What the header of every gate's raw lines says; `receive` holds it against the kit's manifest."""
+        manifest = self.manifest
+        return {
+            "kind": "header",
+            "gate": gate,
+            "protocol": protocol,
+            "target": manifest.target,
+            "tier": manifest.tier,
+            "base": manifest.base,
+            "head": manifest.head,
+            "kit": manifest.digest,
+            "nonce": self.results.nonce,
+            "artifacts": dict(manifest.arms[arm]),
+            "mutants": {name: dict(units) for name, units in manifest.mutants.items()},
+            "batches": list(manifest.batches),
+            "tokens": list(manifest.tokens),
+            "draws": manifest.draws,
+            "machine": self.description,
+            "command": manifest.command,
+        }
 
     def artifact(self, arm: str, unit: Unit) -> Path:
         """Folder of an arm's artifact. One that the candidate's arm has, too, lies in the kit once."""

@@ -100,26 +100,11 @@ def _plan(kit: KitContext, arm: str) -> list[Planned]:
             edges={unit.op: _edges(kit, arm, unit)}, threads=(1,),
         )  # fmt: skip
     header = {
-        "kind": "header",
-        "gate": GATE,
-        "protocol": PROTOCOL_ID,
-        "target": manifest.target,
-        "tier": manifest.tier,
-        "base": manifest.base,
-        "head": manifest.head,
-        "kit": manifest.digest,
-        "nonce": kit.results.nonce,
-        "artifacts": dict(manifest.arms[arm]),
-        "mutants": {name: dict(units) for name, units in manifest.mutants.items()},
+        **kit.header(GATE, PROTOCOL_ID, arm),
         "ops": sorted({unit.op for unit in manifest.units(arm)}),
         "planned": [planned.case.id for planned in plan],
         "plan": [planned.to_json() for planned in plan],
-        "batches": list(manifest.batches),
-        "tokens": list(manifest.tokens),
-        "draws": manifest.draws,
         "classes": {unit.op: list(kinds(unit.op)) for unit in manifest.units(arm)},
-        "machine": kit.description,
-        "command": manifest.command,
     }
     kit.results.append(GATE, header)
     return plan

@@ -70,27 +70,12 @@ def _plan(kit: KitContext) -> tuple[Mapping[str, Any], list[Planned]]:
         arm = read_choices(folders, kit.schedules(ARM))
         plan = draw_plan(arm, manifest)
         header = {
-            "kind": "header",
-            "gate": GATE,
-            "protocol": PROTOCOL_ID,
-            "target": manifest.target,
-            "tier": manifest.tier,
-            "base": manifest.base,
-            "head": manifest.head,
-            "kit": manifest.digest,
-            "nonce": kit.results.nonce,
-            "artifacts": dict(manifest.arms[ARM]),
-            "mutants": {name: dict(units) for name, units in manifest.mutants.items()},
-            "batches": list(manifest.batches),
-            "tokens": list(manifest.tokens),
+            **kit.header(GATE, PROTOCOL_ID, ARM),
             "contexts": list(manifest.contexts),
-            "draws": manifest.draws,
             "weights_seed": secrets.randbits(62),
             "symbols": symbols(arm),
             "planned": [planned.id for planned in plan],
             "plan": [planned.to_json() for planned in plan],
-            "machine": kit.description,
-            "command": manifest.command,
         }
         kit.results.append(GATE, header)
     stored = kit.results.lines(GATE)[0]

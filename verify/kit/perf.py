@@ -72,22 +72,8 @@ class _Lines:
 
 
 def _header(kit: KitContext, plan: Plan) -> dict[str, Any]:
-    manifest = kit.manifest
-    return {
-        **plan.header(),
-        "base": manifest.base,
-        "head": manifest.head,
-        "kit": manifest.digest,
-        "nonce": kit.results.nonce,
-        "artifacts": dict(manifest.arms["candidate"]),
-        "mutants": {name: dict(units) for name, units in manifest.mutants.items()},
-        "batches": list(manifest.batches),
-        "tokens": list(manifest.tokens),
-        "draws": manifest.draws,
-        "machine": kit.description,
-        "standard": kit.machine.standard_path(),
-        "processes": list(ARMS),
-    }
+    own = {"standard": kit.machine.standard_path(), "processes": list(ARMS)}
+    return {**kit.header(GATE, kit.manifest.protocols[GATE]), **plan.header(), **own}
 
 
 def _files(kit: KitContext, arm: str) -> ArmFiles:

@@ -20,12 +20,11 @@ import numpy as np
 
 from k3_backend.ops import OPS
 from verify.evaluator.client import Client
-from verify.evaluator.failures import WorkerFailure
 from verify.kit.child import started_arm
 from verify.protocol.perf_plan import CellPlan, Plan
 from verify.timing.compare import Left
 from verify.timing.load import ForeignTime
-from verify.timing.sampler import ArmFault, Paths, Slice
+from verify.timing.sampler import Paths, Slice, as_fault
 from verify.workers.shared import View
 
 __all__ = ["DECLARED", "ArmFiles", "KitBlock", "KitSampler"]
@@ -84,7 +83,7 @@ class KitSampler:
 
             def start(arm: str) -> None:
                 files = self._arms[arm]
-                with _as_fault(arm):
+                with as_fault(arm):
                     context = started_arm(
                         arm, files.artifacts, files.schedules, buffer_bytes=BUFFER_BYTES, **self._where
                     )
@@ -162,7 +161,7 @@ class KitBlock:
         self._runs[arm] += 1
         self._replays[arm] += calls + 1
         self._call(arm, "chain.run", count=1)
-        with _as_fault(arm):
+        with as_fault(arm):
             answer, seconds = self._workers[arm].timed_call("chain.run", timeout_s=CALL_S, count=calls)
         return Slice(round(seconds * 1e9), int(answer["ns"]))
 
@@ -223,16 +222,8 @@ class KitBlock:
         return {"sites": found}
 
     def _call(self, arm: str, method: str, timeout_s: float = CALL_S, **params: Any) -> dict[str, Any]:
-        with _as_fault(arm):
+        with as_fault(arm):
             return self._workers[arm].call(method, timeout_s=timeout_s, **params)
-
-
-@contextlib.contextmanager
-def _as_fault(arm: str) -> Iterator[None]:
-    try:
-        yield
-    except WorkerFailure as failure:
-        raise ArmFault(arm, failure.kind, str(failure), failure.record()) from failure
 
 
 def _values(stored: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:

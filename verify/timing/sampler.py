@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
+from verify.evaluator.failures import WorkerFailure
 from verify.protocol.perf_plan import CellPlan
 from verify.timing.compare import Left
 
-__all__ = ["ArmFault", "Block", "Paths", "Sampler", "Slice"]
+__all__ = ["ArmFault", "Block", "Paths", "Sampler", "Slice", "as_fault"]
 
 
 class ArmFault(Exception):  # noqa: N818 - error classes are named for the finding
@@ -92,3 +93,12 @@ class Sampler(Protocol):
         Raises:
             ArmFault: a process did not come up.
         """
+
+
+@contextmanager
+def as_fault(arm: str) -> Iterator[None]:
+    """Turn a worker's failure into its arm's fault."""
+    try:
+        yield
+    except WorkerFailure as failure:
+        raise ArmFault(arm, failure.kind, str(failure), failure.record()) from failure

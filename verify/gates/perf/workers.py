@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from k3_backend.geometry import Geometry
-from verify.evaluator.worker import ArmSpec, Worker, WorkerFailure
+from verify.evaluator.worker import ArmSpec, Worker
 from verify.gates.arms import side_by_side
 from verify.gates.perf.ops import OpCell
 from verify.protocol.perf_plan import CellPlan
 from verify.timing.compare import Left
 from verify.timing.load import ForeignTime
-from verify.timing.sampler import ArmFault, Paths, Slice
+from verify.timing.sampler import ArmFault, Paths, Slice, as_fault
 from verify.workers.shared import View
 
 __all__ = ["WorkerBlock", "WorkerSampler"]
@@ -74,7 +74,7 @@ class WorkerSampler:
         with contextlib.ExitStack() as stack:
             workers: dict[str, Worker] = {}
             for arm in arms:  # not in threads: a sandbox dies with the thread that started it
-                with _as_fault(arm):
+                with as_fault(arm):
                     workers[arm] = stack.enter_context(self._start(arm))
             yield WorkerBlock(workers, self._geometry, seed, cells, self._compiled)
 
@@ -230,15 +230,7 @@ class WorkerBlock:
             return self._workers[arm].call(method, timeout_s=timeout_s, **params)
 
     def _guard(self, arm: str) -> contextlib.AbstractContextManager[None]:
-        return _as_fault(arm)
-
-
-@contextlib.contextmanager
-def _as_fault(arm: str) -> Iterator[None]:
-    try:
-        yield
-    except WorkerFailure as failure:
-        raise ArmFault(arm, failure.kind, str(failure), failure.record()) from failure
+        return as_fault(arm)
 
 
 def _prefix(cell: CellPlan) -> str:

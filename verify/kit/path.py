@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from k3_backend.geometry import geometry
+from k3_backend.ops import OPS
 from verify.evaluator.client import Client
 from verify.evaluator.execute import run_on
 from verify.evaluator.failures import WorkerFailure
@@ -87,7 +88,9 @@ class _Geometry:
 
     def __init__(self, kit: KitContext, name: str, header: Mapping[str, Any]) -> None:
         self.kit, self.name, self.header = kit, name, header
-        self.units = {unit.op: unit for unit in kit.manifest.units(ARM) if unit.geometry == name}
+        units = (unit for unit in kit.manifest.units(ARM) if unit.geometry == name)
+        self.units = {unit.op: unit for unit in units if unit.op in OPS}
+        """Artifacts of a step's ops; an op beside a step has no site in a half-layer."""
         self.entries = {entry["id"]: entry for entry in header["plan"]}
         self.bad: Counter[str] = Counter()
         self.ledgers = ledger_symbols(kit.results.lines(GATE))

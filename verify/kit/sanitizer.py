@@ -35,6 +35,13 @@ ERRORS_STATUS = 86
 BUFFER_BYTES = 1 << 30
 _TIMEOUT_S = 300.0
 _LOG_CHARS = 2000
+_OPTIONS = {
+    # Python's own questions to the driver (cuGetProcAddress of a name that this driver lacks) are no errors of a kernel.
+    "memcheck": ("--report-api-errors", "no"),
+    # A warp writes, joins at a warp barrier and lets one lane arrive: ordered, but only by way of another thread.
+    "racecheck": ("--racecheck-indirect-barrier-dependency", "yes"),
+    "initcheck": ("--report-api-errors", "no"),
+}
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*")
 _SHAPES = ((2, 1), (1, 4))
 """(requests, T) of the calls: small, because every access is followed."""
@@ -64,7 +71,7 @@ def _run(kit: KitContext, arm: str, unit: Unit, tool: str, path: str) -> dict[st
     with tempfile.TemporaryDirectory(prefix="sanitizer-") as name:
         log = Path(name) / "log"
         wrapper = (
-            path, "--tool", tool, "--log-file", str(log), "--error-exitcode", str(ERRORS_STATUS), "--print-limit", "20",
+            path, "--tool", tool, *_OPTIONS[tool], "--log-file", str(log), "--error-exitcode", str(ERRORS_STATUS), "--print-limit", "20",
         )  # fmt: skip
         cases, status, problem = [], None, None
         try:

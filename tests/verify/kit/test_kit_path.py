@@ -30,7 +30,8 @@ from verify.protocol.path_cuda_record import HALF_LAYERS
 SETTINGS = settings.load(ROOT)
 BUFFER = 1 << 27
 OPS = tuple(dict.fromkeys((*HALF_LAYERS["kda"], *HALF_LAYERS["mla"])))
-PICO = dict.fromkeys(OPS, "k3-pico")
+PICO = dict.fromkeys((*OPS, "l2_prefetch"), "k3-pico")
+"""With an op that runs beside a step: no half-layer has a site for it."""
 LAST_PROJECTION = 12
 """Rows where the fake schedule of the input projection ends: larger cells have a declared fallback."""
 Lines = list[dict[str, Any]]
@@ -42,7 +43,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_kit(folder: Path, ops: dict[str, str] | None = None, **changes: Any) -> Path:
-    """A kit of all six ops, whose scope reaches beyond the input projection's schedule."""
+    """A kit of the ops of both half-layers and one beside them, whose scope reaches beyond the input projection's schedule."""
     arm = fake_arm(folder / "arm", ops or PICO, ends={"input_projection": LAST_PROJECTION})
     scope = {"batches": (1, 13), "contexts": (40,), "tier_batches": (1, 13), **changes}
     write_fake_kit(folder / "K", arm, SETTINGS, gates=("path",), **scope)

@@ -52,15 +52,14 @@ def show_peers(
     Raises:
         FasttrackError: results that are not whole, of another kit than this checkout builds, or without a table.
     """
-    from verify.bench import peer_table
-    from verify.bench.peer_table import as_json, label, summary
+    from reports import peer_table
+    from reports.peer_table import as_json, label, summary
     from verify.protocol.peers import OURS, decide, read_table
 
     workspace = Workspace.here()
     received = read_results(results)
     lines = _section(received, results, target)
     require_ours(received, workspace.repo, workspace.settings, workspace.cache, mutants)
-    _require_planned(received)
     decision = decide(lines)
     if any(finding.code == "bench.malformed" for finding in decision.findings):
         finding = decision.findings[0]
@@ -121,19 +120,6 @@ def _section(received: Received, results: Path, target: str | None) -> list[dict
             next=str(needs_kit(found).next),
         )  # fmt: skip
     return received.lines[SECTION]
-
-
-def _require_planned(received: Received) -> None:
-    """The record's cells, bytes included, are those that this checkout would plan."""
-    from verify.bench.gpu.cells import plan
-
-    units = [(unit.op, unit.geometry) for unit in received.manifest.units("candidate")]
-    ours = [cell.to_json() for cell in plan(units)]
-    if received.lines[SECTION][0].get("planned") != ours:
-        raise FasttrackError(
-            "its cells are not those of this checkout", where="raw/bench.jsonl:1", expected=f"{len(ours)} cells",
-            next="fasttrack kit build --bench, and run that",
-        )  # fmt: skip
 
 
 def _begun(results: Path) -> str:

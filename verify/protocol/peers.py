@@ -16,11 +16,11 @@ import numpy as np
 
 from verify.protocol.decision import Decision, Finding, Line
 from verify.protocol.fields import count, mapping, number_of, objects, samples, text
-from verify.protocol.peer_figures import FIGURES, Figure, Need
+from verify.protocol.peer_figures import FIGURES, HALF_CELLS, HALF_MEAN, Figure, Mean, Need
 
 __all__ = ["OURS", "PROTOCOL_ID", "Ceiling", "Judged", "Ratio", "Row", "Table", "Timing", "decide", "read_table"]
 
-PROTOCOL_ID = "bench-cuda/1"
+PROTOCOL_ID = "bench-cuda/2"
 OURS = "ours"
 MOSTLY_READ = 0.1
 """Share of written bytes up to which the read ceiling is the matching one; above, the faster of copy and update."""
@@ -41,6 +41,8 @@ class Timing:
     """By the profiler, kernels alone; null where it saw none."""
     pdl: bool
     note: str
+    fallbacks: tuple[str, ...] = ()
+    """Of a half-layer: the sites that took the standard path, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,29 @@ class Table:
             counted.append((figure, states))
         return counted
 
+    def mean(self) -> tuple[Mean, Judged]:
+        """The demand on the half-layers' geometric mean; unknown while any of their cells has no ratio.
+
+        The bounds are the geometric means of the cells' own bounds, so they are wider than the mean's would be.
+        """
+        ratios = {
+            (row.cell["op"], row.cell["geometry"], row.cell["batch"], row.cell["context"]): row.ratios[HALF_MEAN.peer]
+            for row in self.rows
+            if HALF_MEAN.peer in row.ratios and row.cell["tokens"] == 1
+        }
+        found = [ratios[cell] for cell in HALF_CELLS if cell in ratios]
+        demand = f"{HALF_MEAN.peer}'s time / ours at least {HALF_MEAN.limit:g}"
+        if not found:
+            return HALF_MEAN, Judged(HALF_MEAN.row, demand, "unknown", f"0 of {len(HALF_CELLS)} cells")
+        value, low, high = (
+            math.exp(math.fsum(math.log(getattr(ratio, name)) for ratio in found) / len(found))
+            for name in ("value", "low", "high")
+        )
+        state = "met" if low >= HALF_MEAN.limit else "missed" if high < HALF_MEAN.limit else "open"
+        state = state if len(found) == len(HALF_CELLS) else "unknown"
+        text = f"{value:.3f} ({low:.3f}-{high:.3f}) in {len(found)} of {len(HALF_CELLS)} cells"
+        return HALF_MEAN, Judged(HALF_MEAN.row, demand, state, text)
+
 
 def read_table(lines: Sequence[Line]) -> Table:
     """The table of a record.
@@ -132,7 +157,7 @@ def read_table(lines: Sequence[Line]) -> Table:
     header = lines[0]
     planned = {}
     for cell in objects(header, "planned", 1):
-        planned[text(cell, "key", 1)] = cell
+        planned[text(cell, "key", 1)] = _whole(cell)
     if len(planned) != len(header["planned"]):
         raise ValueError("line 1: a cell is planned twice")
     best: dict[str, Ceiling] = {}
@@ -153,6 +178,18 @@ def read_table(lines: Sequence[Line]) -> Table:
     spacing = min(empty, default=None)
     rows = [_row(planned[key], *found[key], best, spacing) for key in planned if key in found]
     return Table(header, best, spacing, rows, [key for key in planned if key not in found])
+
+
+def _whole(cell: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A planned cell whose fields have the types that figures and tables rest on."""
+    for name in ("op", "geometry"):
+        text(cell, name, 1)
+    for name in ("batch", "tokens", "cache_bytes"):
+        count(cell, name, 1)
+    for name in ("context", "width", "sources"):
+        if cell.get(name, 0) is not None:
+            count(cell, name, 1)
+    return cell
 
 
 def decide(lines: Sequence[Line]) -> Decision:
@@ -282,7 +319,11 @@ def _timing(arm: Mapping[str, Any], times: Sequence[float], number: int) -> Timi
     device = None if device is None else number_of(device, number)
     if not isinstance(arm.get("pdl"), bool):
         raise ValueError(f"line {number}: pdl is no boolean")
-    return Timing(median, low, high, len(times), device, arm["pdl"], text(arm, "note", number))
+    fallbacks = arm.get("fallbacks", [])
+    if not isinstance(fallbacks, list) or not all(isinstance(item, str) for item in fallbacks):
+        raise ValueError(f"line {number}: fallbacks are no texts")
+    note = text(arm, "note", number)
+    return Timing(median, low, high, len(times), device, arm["pdl"], note, tuple(item[:200] for item in fallbacks))
 
 
 def _better(best: dict[str, Ceiling], line: Line, number: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from k3_backend.geometry import geometry
-from verify.protocol.peer_figures import HALF_LAYERS
+from verify.protocol.peer_figures import HALF_CONTEXTS, HALF_LAYERS
 from verify.protocol.peers import OURS, Row, Table
 
 __all__ = ["as_json", "label", "markdown", "short", "summary"]
@@ -18,6 +18,7 @@ __all__ = ["as_json", "label", "markdown", "short", "summary"]
 _TITLES = {
     "input_projection": "Input projection", "kda_decode": "KDA decode", "attn_res": "AttnRes",
     "mla_query": "MLA query path (q_b, W_UK)", "mla_value": "MLA value path (W_UV)", "mla_decode": "MLA decode core",
+    "kda_half_layer": "KDA half-layer", "mla_half_layer": "MLA half-layer",
 }  # fmt: skip
 _DASH = "–"
 _PARTS = frozenset({"in_place", "fla_recurrence"})
@@ -58,14 +59,17 @@ def short(table: Table, commit: str, measured: str) -> str:
         found = {name: timing.median for name, timing in row.arms.items() if name in row.ratios and name not in _PARTS}
         peer = min(found, key=lambda name: found[name], default=None)
         ratio = None if peer is None else row.ratios[peer]
+        sites = ", ".join(fallback.partition(":")[0] for fallback in ours.fallbacks)
         body.append([
-            f"{_TITLES[str(row.cell['op'])]}, {label(row.cell)}", f"{ours.median:.1f}",
+            f"{_TITLES[str(row.cell['op'])]}, {label(row.cell)}" + (f" (standard path in {sites})" if sites else ""),
+            f"{ours.median:.1f}",
             _DASH if row.share is None else f"{row.share:.0%}",
             _DASH if peer is None else f"{peer} {found[peer]:.1f}",
             _DASH if ratio is None else f"{ratio.value:.2f} ({ratio.low:.2f}{_DASH}{ratio.high:.2f})",
         ])  # fmt: skip
     grid = _grid(["call", "ours us", "share of ceiling", "fastest peer us", "ratio (95 %)"], body)
-    return f"{_machine(table, commit, measured)}\n\n{grid}\n"
+    mean, judged = table.mean()
+    return f"{_machine(table, commit, measured)}\n\n{grid}\n\n{mean.name.capitalize()}: {judged.found}.\n"
 
 
 def summary(table: Table) -> tuple[list[str], list[list[str]]]:
@@ -75,21 +79,25 @@ def summary(table: Table) -> tuple[list[str], list[list[str]]]:
         total = sum(states.values())
         whole = "yes" if total and states["met"] == total else "not measured" if not total else "no"
         rows.append([str(figure.row), figure.name, whole, *(str(states[s]) for s in states)])
-    number, name, why = HALF_LAYERS
-    rows.append([str(number), name, why, *[_DASH] * 4])
+    mean, judged = table.mean()
+    whole = "yes" if judged.state == "met" else "no"
+    counts = ["1" if judged.state == state else "0" for state in ("met", "missed", "open", "unknown")]
+    rows.append([str(mean.row), f"{mean.name}: {judged.found}; {judged.demand}", whole, *counts])
     return ["row", "figure", "met in every cell", "met", "missed", "open", "unknown"], rows
 
 
 def label(cell: Mapping[str, Any]) -> str:
     """A cell's name for people."""
     g = geometry(str(cell["geometry"]))
-    size = f"{'B' if cell['op'] in ('kda_decode', 'mla_decode') else 'M'} {cell['batch']}"
+    size = f"{'B' if cell['op'] in ('kda_decode', 'mla_decode', *HALF_LAYERS) else 'M'} {cell['batch']}"
     if cell["op"] == "input_projection":
         return f"{cell['width']} x {g.hidden}, {size}"
     if cell["op"] == "attn_res":
         return f"{cell['sources']} saved rows, {size}"
     if cell["op"] == "mla_decode":
         return f"{g.heads} heads, {size}, {int(cell['context']) // 1024}k ({int(cell['cache_bytes']) / 1e6:.0f} MB)"
+    if cell["context"] is not None:
+        size += f", {int(cell['context']) // 1024}k"
     return f"{g.heads} heads, {size}" + (f", T {cell['tokens']}" if cell["tokens"] > 1 else "")
 
 
@@ -102,6 +110,7 @@ def as_json(table: Table) -> dict[str, Any]:
         "rows": [_row_json(row) for row in table.rows],
         "unmeasured": list(table.unmeasured),
         "figures": [{"row": f.row, "name": f.name, "op": f.op, **states} for f, states in table.figures()],
+        "half_layers_mean": asdict(table.mean()[1]),
     }
 
 
@@ -142,7 +151,7 @@ def _shown_in_short(cell: Mapping[str, Any]) -> bool:
         and cell["geometry"] != "k3-slice-tp16"
         and cell["tokens"] == 1
         and cell["sources"] in (None, 8)
-        and cell["context"] in (None, 8192, 32_768)
+        and cell["context"] in (None, *(HALF_CONTEXTS if cell["op"] in HALF_LAYERS else (8192, 32_768)))
     )
 
 
@@ -196,12 +205,23 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
         where = "every call" if len(cells) == len(rows) else ", ".join(cells)
         lines.append(f"- {name} has no number ({where}): {reason}")
     lines += [f"- {label(row.cell)} failed: {row.failure}" for row in rows if row.failure]
+    for site, calls in sorted(_fallbacks(rows).items()):
+        lines.append(f"- ours takes the standard path ({', '.join(calls)}) at {site}")
     short = [row for row in rows if row.rotated_bytes is not None and row.rotated_bytes < 400_000_000]
     if short:
         least = min(row.rotated_bytes or 0 for row in short)
         lines.append(f"- inputs of {len(short)} calls rotate through less than 400 MB (at least {least / 1e6:.0f} MB)")
     if lines:
         yield "\n".join(lines)
+
+
+def _fallbacks(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Site and reason -> the calls in which our arm took the standard path there."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for fallback in row.arms[OURS].fallbacks if OURS in row.arms else ():
+            found.setdefault(fallback, []).append(label(row.cell))
+    return found
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from fasttrack.console import EXIT_FALLS_SHORT, EXIT_FINE, EXIT_INCOMPLETE, Output
@@ -94,14 +93,14 @@ def show_peers(
     out.table("figures", *summary(table))
     for finding in decision.findings:
         out.say(f"{finding.code}: {finding.message}; where: {finding.where}; next: {finding.next}")
-    commit, begun = received.manifest.head, _begun(results)
     if markdown is not None:
         with disk_errors(markdown):
             page = peer_table.short if shortened else peer_table.markdown
-            markdown.write_text(page(table, commit, begun), encoding="utf-8")
+            markdown.write_text(page(table), encoding="utf-8")
         out.say(f"table  {markdown}")
     out.document({
-        "target": received.manifest.target, "commit": commit, "measured": begun, "machine": dict(received.machine),
+        "target": received.manifest.target, "commit": received.manifest.head, "measured": lines[0]["begun"],
+        "machine": dict(received.machine),
         "kit": received.manifest.digest, "outcome": decision.outcome, **as_json(table),
     })  # fmt: skip
     return {"passed": EXIT_FINE, "failed": EXIT_FALLS_SHORT}.get(decision.outcome, EXIT_INCOMPLETE)
@@ -120,8 +119,3 @@ def _section(received: Received, results: Path, target: str | None) -> list[dict
             next=str(needs_kit(found).next),
         )  # fmt: skip
     return received.lines[SECTION]
-
-
-def _begun(results: Path) -> str:
-    """When the run began, as its header says; `read_results` has checked that it is a plain JSON object."""
-    return str(json.loads((results / "run.json").read_bytes()).get("begun"))

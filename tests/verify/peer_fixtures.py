@@ -68,7 +68,7 @@ def half_line(
 def header(*cells: PeerCell | dict[str, Any]) -> dict[str, Any]:
     """First line of a record."""
     return {
-        "kind": "header", "protocol": PROTOCOL_ID,
+        "kind": "header", "protocol": PROTOCOL_ID, "head": "c" * 40, "begun": "2026-11-30T00:00:00Z",
         "planned": [cell.to_json() if isinstance(cell, PeerCell) else cell for cell in cells],
         "machine": MACHINE, "packages": {"distributions": ["fla_core-0.6.0"], "objects": {}, "digest": "0" * 64},
     }  # fmt: skip

@@ -105,7 +105,7 @@ def test_the_named_peer_comes_first_and_a_stand_in_says_so() -> None:
     lines = record()
     lines[6]["arms"]["flashinfer"] = arm(45.0)
     assert states(lines, MLA)["flashinfer or triton's time / ours above 1"] == "missed"
-    text = markdown(read_table(record()), "c" * 40, "2026-11-30T00:00:00Z")
+    text = markdown(read_table(record()))
     assert "flashinfer has no number (every call): no library" in text
 
 
@@ -118,7 +118,7 @@ def test_what_is_missing_has_no_number_anywhere() -> None:
     assert rows[MLA.key]["missing"] == {"flashinfer": "no library"}
     assert rows[BIG.key]["share"] is None
     assert rows[BIG.key]["ratios"] == {}
-    text = markdown(table, "c" * 40, "2026-11-30T00:00:00Z")
+    text = markdown(table)
     assert "None" not in text
     assert "nan" not in text
     assert "ours has no number (6288 x 7168, M 64): no schedule bucket for 64 rows" in text
@@ -133,7 +133,7 @@ def test_the_short_table_names_the_fastest_peer_that_does_the_whole_op() -> None
         cell_line(PeerCell("kda_decode", "k3-slice-tp8", 64), ours=arm(20.0), fla_chain=arm(30.0), in_place=arm(10.0)),
         cell_line(MLA, ours=arm(50.0), flashinfer=arm(55.0), triton=arm(60.0)),
     ]
-    text = short(read_table(lines), "c" * 40, "2026-11-30T00:00:00Z")
+    text = short(read_table(lines))
     assert "| KDA decode, 12 heads, B 64 | 20.0 |" in text
     assert "| fla_chain 30.0 | 1.50 (1.50–1.50) |" in text
     assert "| flashinfer 55.0 | 1.10 (1.10–1.10) |" in text
@@ -166,6 +166,12 @@ def test_the_mean_of_half_layers_is_over_all_of_them() -> None:
     assert read_table(halves(standard=29.8, spread=0.02)).mean()[1].state == "open"
     table = read_table(halves()[:-1])
     assert (table.mean()[1].state, table.mean()[1].found) == ("unknown", "1.550 (1.550-1.550) in 83 of 84 cells")
+    counts = {figure.name: states for figure, states in table.figures()}
+    assert [counts[name]["unknown"] for name in ("KDA half-layer", "MLA half-layer, 1k and 32k", "AttnRes")] == [
+        0,
+        1,
+        0,
+    ]
     lines = halves()
     lines[2]["arms"]["ours"] = arm(10.0)
     assert f"{1.55 * 2 ** (1 / 84):.3f}" in read_table(lines).mean()[1].found
@@ -175,9 +181,9 @@ def test_the_mean_of_half_layers_is_over_all_of_them() -> None:
 def test_a_half_layer_says_where_it_takes_the_standard_path() -> None:
     """A row that looks specialised throughout and is not."""
     lines = [header(HALF), ceilings(), half_line(HALF, 20.0, 31.0, "mla_decode: no schedule bucket for 8 rows")]
-    text = markdown(read_table(lines), "c" * 40, "2026-11-30T00:00:00Z")
+    text = markdown(read_table(lines))
     assert "ours takes the standard path (12 heads, B 8, 32k) at mla_decode: no schedule bucket for 8 rows" in text
-    row = short(read_table(lines), "c" * 40, "2026-11-30T00:00:00Z")
+    row = short(read_table(lines))
     assert "| MLA half-layer, 12 heads, B 8, 32k (standard path in mla_decode) | 20.0 |" in row
     assert "| standard 31.0 | 1.55 (1.55–1.55) |" in row
     lines[2]["arms"]["ours"]["fallbacks"] = [1]

@@ -23,6 +23,7 @@ from verify.kit import bench_halves
 from verify.kit.child import started
 from verify.kit.context import KitContext
 from verify.kit.manifest import Unit
+from verify.kit.store import now
 from verify.protocol.peer_figures import HALF_LAYERS
 from verify.protocol.peers import PROTOCOL_ID
 
@@ -109,7 +110,7 @@ def _planned(kit: KitContext, arm: str) -> list[dict[str, Any]]:
     plan = kit.manifest.plans[SECTION]
     own = {"packages": packages, "standard": kit.machine.standard_path()}
     if not lines:
-        kit.results.append(SECTION, {**kit.header(SECTION, PROTOCOL_ID, arm), **plan, **own})
+        kit.results.append(SECTION, {**kit.header(SECTION, PROTOCOL_ID, arm), **plan, **own, "begun": now()})
     elif lines[0]["packages"] != packages:
         raise FasttrackError(
             "the peers' packages are others than when this was begun", where="--peers",

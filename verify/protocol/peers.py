@@ -111,14 +111,20 @@ class Table:
     """Planned cells without a line."""
 
     def figures(self) -> list[tuple[Figure, dict[str, int]]]:
-        """Per figure, how many of its demands are met, missed, open and unknown."""
+        """Per figure, how many of its demands are met, missed, open and unknown.
+
+        Half-layers without a line count as unknown where any of their kind has one: their figure names all its cells.
+        """
         counted = []
+        measured = {_place(row.cell) for row in self.rows}
         for figure in FIGURES:
             states = dict.fromkeys(("met", "missed", "open", "unknown"), 0)
             for row in self.rows:
                 if _meant(figure, row.cell):
                     for judged in row.judged:
                         states[judged.state] += 1
+            if any(states.values()):
+                states["unknown"] += sum(cell[0] == figure.op and cell not in measured for cell in HALF_CELLS)
             counted.append((figure, states))
         return counted
 
@@ -128,7 +134,7 @@ class Table:
         The bounds are the geometric means of the cells' own bounds, so they are wider than the mean's would be.
         """
         ratios = {
-            (row.cell["op"], row.cell["geometry"], row.cell["batch"], row.cell["context"]): row.ratios[HALF_MEAN.peer]
+            _place(row.cell): row.ratios[HALF_MEAN.peer]
             for row in self.rows
             if HALF_MEAN.peer in row.ratios and row.cell["tokens"] == 1
         }
@@ -155,6 +161,9 @@ def read_table(lines: Sequence[Line]) -> Table:
     if not lines or lines[0].get("kind") != "header":
         raise ValueError("line 1: no header")
     header = lines[0]
+    for name in ("head", "begun"):
+        text(header, name, 1)
+    mapping(header, "machine", 1)
     planned = {}
     for cell in objects(header, "planned", 1):
         planned[text(cell, "key", 1)] = _whole(cell)
@@ -178,6 +187,11 @@ def read_table(lines: Sequence[Line]) -> Table:
     spacing = min(empty, default=None)
     rows = [_row(planned[key], *found[key], best, spacing) for key in planned if key in found]
     return Table(header, best, spacing, rows, [key for key in planned if key not in found])
+
+
+def _place(cell: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What `HALF_CELLS` names a cell by."""
+    return tuple(cell.get(name) for name in ("op", "geometry", "batch", "context"))
 
 
 def _whole(cell: Mapping[str, Any]) -> Mapping[str, Any]:

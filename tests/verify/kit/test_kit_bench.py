@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fake_peers
 import pytest
-from kit_fixtures import ROOT, FakeMachine, fake_arm, lines_of, write_fake_kit
+from kit_fixtures import ROOT, PeerMachine, fake_arm, lines_of, write_fake_kit
 
 from fasttrack.cli import main
 from fasttrack.console import EXIT_USAGE
@@ -25,16 +25,6 @@ from verify.protocol.peers import decide, read_table
 SETTINGS = settings.load(ROOT)
 OPS = ("attn_res", "input_projection", "kda_decode", "mla_query", "mla_decode", "mla_value")
 UNITS = {"mla_query": GEOMETRIES[0]}
-
-
-class Machine(FakeMachine):
-    """A fake machine whose workers have made-up peers."""
-
-    bootstrap = (
-        f"import sys; sys.path[:0] = [sys.argv[1], {str(Path(__file__).parent)!r}, {str(ROOT)!r}]; "
-        "import fake_chain, fake_peers; fake_chain.install(); fake_peers.install(); "
-        "from verify.workers.main import main; main()"
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +49,7 @@ def half_kit(folder: Path, image: bytes, ops: tuple[str, ...] = OPS) -> Path:
 
 
 def session(kit: Path, out: Path, *, resume: bool = False, peers: Path | None = None) -> int:
-    return run.session(kit, out, machine=Machine(), gates=["bench"], resume=resume, peers=peers)
+    return run.session(kit, out, machine=PeerMachine(), gates=["bench"], resume=resume, peers=peers)
 
 
 def test_a_whole_table(kit: Path, tmp_path: Path) -> None:
@@ -108,7 +98,7 @@ def test_a_session_goes_on_where_it_was_cut(kit: Path, tmp_path: Path) -> None:
 
 def test_time_that_is_over_leaves_a_table_that_says_so(kit: Path, tmp_path: Path) -> None:
     """A cut table that passes."""
-    code = run.session(kit, tmp_path / "R", machine=Machine(), gates=["bench"], minutes=1e-9)
+    code = run.session(kit, tmp_path / "R", machine=PeerMachine(), gates=["bench"], minutes=1e-9)
     assert code == run.INCOMPLETE
     decision = decide(lines_of(tmp_path / "R", "bench"))
     assert (decision.outcome, decision.findings[0].code) == ("not_evaluated", "bench.incomplete")

@@ -11,7 +11,7 @@ from typing import Any
 
 from k3_backend.geometry import geometry
 from verify.protocol.peer_figures import HALF_CONTEXTS, HALF_LAYERS
-from verify.protocol.peers import OURS, Row, Table
+from verify.protocol.peer_rows import OURS, Row, Table
 
 __all__ = [
     "as_json", "by_op", "ceilings", "label", "machine", "markdown", "mean", "short", "short_rows", "summary",

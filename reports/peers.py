@@ -5,15 +5,19 @@ The table is decided by `verify.protocol.peers` from the lines alone, like a gat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from harness.records import Reason
+from harness import canonical
+from harness.errors import FasttrackError
+from harness.records import Outcome, Reason
 from reports.folder import refusal
 from reports.load import Loaded
 from reports.protocols import UnknownProtocolError
 from verify.protocol import chain, peers
 
-__all__ = ["RAW", "SECTION", "peer_findings", "require_protocol"]
+__all__ = ["RAW", "SECTION", "conclude", "parse", "peer_findings", "require_protocol"]
 
 SECTION = "bench"
 RAW = f"raw/{SECTION}.jsonl"
@@ -27,6 +31,26 @@ def require_protocol(protocol_id: str) -> None:
     """
     if protocol_id != peers.PROTOCOL_ID:
         raise UnknownProtocolError(f"decided by protocol {protocol_id}; this checkout implements {peers.PROTOCOL_ID}")
+
+
+def parse(data: bytes, path: Path) -> list[dict[str, Any]]:
+    """The raw lines of a peer table's file.
+
+    Raises:
+        FasttrackError: no canonical JSON lines.
+    """
+    try:
+        return canonical.parse_lines(data)
+    except canonical.NotCanonicalError as error:
+        raise FasttrackError(
+            f"the peer table is damaged: {str(error).splitlines()[0]}", where=str(path),
+            expected="raw lines as a kit writes them", next="import the kit's results again",
+        ) from error  # fmt: skip
+
+
+def conclude(lines: Sequence[Mapping[str, Any]]) -> tuple[Outcome, str]:
+    """Outcome by this checkout, and the protocol that the lines name."""
+    return Outcome(peers.decide(lines).outcome), str(lines[0].get("protocol"))
 
 
 def peer_findings(loaded: Loaded) -> Iterator[Reason]:

@@ -19,12 +19,13 @@ from pydantic import ValidationError
 from harness import canonical
 from harness.errors import FasttrackError
 from harness.evidence import disk_error, fsync_folder
-from harness.records import GATES, EvidenceRef, GateName, GateResult, Outcome, decide
+from harness.records import GATES, EvidenceRef, GateName, GateResult, decide
 from k3_backend.aot.manifest import MANIFEST_NAME
 from k3_backend.aot.manifest import Artifact as BuiltArtifact
 from reports import derive
 from reports.load import Loaded, references
-from reports.peers import RAW
+from reports.peers import RAW as PEERS
+from reports.peers import conclude, parse
 from reports.render import render_all
 from reports.schema import (
     BUNDLE_VERSION,
@@ -40,7 +41,6 @@ from reports.schema import (
     RawRef,
 )
 from reports.verify import check_loaded
-from verify.protocol import peers
 
 __all__ = ["ARTIFACT_BYTES", "write_bundle"]
 
@@ -77,7 +77,7 @@ def write_bundle(
     results, raw = _evidence(candidate_dir, files)
     for gate, lines in raw.items():
         files[f"derived/{gate}.parquet"] = derive.parquet_bytes(lines)
-    peer_lines = _peers(candidate_dir, files)
+    peer_lines = _peers(candidate_dir / PEERS, files)
     bundle = _record(context, files, results, artifacts, candidate_dir)
     files["bundle.json"] = canonical.document(bundle.model_dump(mode="json"))
     loaded = _as_read(files, results, raw, peer_lines)
@@ -161,30 +161,20 @@ def _evidence(
     return results, raw
 
 
-def _peers(candidate_dir: Path, files: dict[str, bytes]) -> list[dict[str, Any]]:
+def _peers(path: Path, files: dict[str, bytes]) -> list[dict[str, Any]]:
     """Raw lines of the peer table, added to the files; empty where none was measured."""
-    path = candidate_dir / RAW
-    if not path.exists():
-        return []
-    data = _read(path)
-    try:
-        lines = canonical.parse_lines(data)
-    except canonical.NotCanonicalError as error:
-        raise FasttrackError(
-            f"the peer table is damaged: {str(error).splitlines()[0]}", where=str(path),
-            expected="raw lines as a kit writes them", next="import the kit's results again",
-        ) from error  # fmt: skip
+    data = _read(path) if path.exists() else b""
+    lines = parse(data, path)
     if lines:
-        files[RAW] = data
+        files[PEERS] = data
     return lines
 
 
 def _peers_entry(files: dict[str, bytes]) -> PeersEntry | None:
-    if RAW not in files:
+    if PEERS not in files:
         return None
-    lines = canonical.parse_lines(files[RAW])
-    outcome = Outcome(peers.decide(lines).outcome)
-    return PeersEntry(outcome=outcome, protocol_id=str(lines[0].get("protocol")), raw=_raw_ref(RAW, files))
+    outcome, protocol_id = conclude(canonical.parse_lines(files[PEERS]))
+    return PeersEntry(outcome=outcome, protocol_id=protocol_id, raw=_raw_ref(PEERS, files))
 
 
 def _artifact(artifact: BuiltArtifact, files: dict[str, bytes]) -> Artifact:

@@ -53,7 +53,8 @@ def show_peers(
     """
     from reports import peer_table
     from reports.peer_table import as_json, label, summary
-    from verify.protocol.peers import OURS, decide, read_table
+    from verify.protocol.peer_rows import OURS
+    from verify.protocol.peers import decide, read_table
 
     workspace = Workspace.here()
     received = read_results(results)

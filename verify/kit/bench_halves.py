@@ -19,7 +19,7 @@ from verify.kit.context import KitContext
 from verify.kit.perf_arms import ArmFiles, KitBlock, KitSampler, files_of
 from verify.protocol.floors import Traffic
 from verify.protocol.peer_figures import STANDARD
-from verify.protocol.peers import OURS
+from verify.protocol.peer_rows import OURS
 from verify.protocol.perf_checks import TOLERANCES
 from verify.protocol.perf_plan import CellPlan
 from verify.timing.compare import against_best, against_standard

@@ -8,6 +8,7 @@ from reports import peer_table
 from reports.document import Block, Details, Items, Paragraph, Section, Table
 from reports.load import Loaded
 from reports.text import count
+from verify.protocol.peer_rows import Table as PeerTable
 from verify.protocol.peers import read_table
 
 __all__ = ["peers_section"]
@@ -20,9 +21,13 @@ def peers_section(loaded: Loaded) -> list[Section]:
     if loaded.bundle.peers is None:
         return []
     try:
-        table = read_table(loaded.peers)
-    except ValueError as error:
-        return [Section("peers", _TITLE, [Paragraph(f"The raw lines are no peer table: {error}.")])]
+        blocks = _blocks(read_table(loaded.peers))
+    except (ValueError, KeyError) as error:  # KeyError: an op or geometry that this checkout does not have
+        blocks = [Paragraph(f"The raw lines are no peer table that can be shown: {error}.")]
+    return [Section("peers", _TITLE, blocks)]
+
+
+def _blocks(table: PeerTable) -> list[Block]:
     blocks: list[Block] = [
         Paragraph("Measured in the same run of the same kit, for comparison; no verdict rests on it."),
         Paragraph(peer_table.machine(table)),
@@ -35,7 +40,7 @@ def peers_section(loaded: Loaded) -> list[Section]:
     for title, columns, rows, notes in peer_table.by_op(table):
         inside: list[Block] = [_table(title, columns, rows), *([Items(notes)] if notes else [])]
         blocks.append(Details(f"{title}: {count(len(rows), 'call')}", inside, paper=False))
-    return [Section("peers", _TITLE, blocks)]
+    return blocks
 
 
 def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

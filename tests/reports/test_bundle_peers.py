@@ -150,6 +150,16 @@ def test_lines_of_another_protocol_make_a_check_partial(bundle: Path, tmp_path: 
     assert reports.verify_bundle(forger.publish(tmp_path)).word is CheckWord.PARTIAL
 
 
+@pytest.mark.parametrize(("name", "value"), [("op", "dream"), ("geometry", "k9")])
+def test_an_unknown_op_or_geometry_is_text_on_the_page(bundle: Path, tmp_path: Path, name: str, value: str) -> None:
+    """A stranger's table that ends the renderer with a traceback."""
+    forger = Forger(bundle)
+    lines = forger.lines("bench")
+    lines[0]["planned"][1][name] = value
+    forger.files["raw/bench.jsonl"] = b"".join(fixtures.canonical_line(line) for line in sealed(lines))
+    assert "no peer table that can be shown" in reports.render(forger.publish(tmp_path), "md")
+
+
 def test_the_writer_refuses_what_a_reader_would(tmp_path: Path) -> None:
     """A malformed table that ends the writer with a traceback, or becomes a bundle."""
     with pytest.raises(FasttrackError, match="would not verify"):

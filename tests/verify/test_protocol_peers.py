@@ -148,6 +148,16 @@ def halves(ours: float = 20.0, standard: float = 31.0, spread: float = 0.0) -> l
     return [header(*cells), ceilings(), *(half_line(cell, ours, standard, spread=spread) for cell in cells)]
 
 
+def test_a_planned_cell_without_a_line_is_unknown_in_its_figure() -> None:
+    """A figure that is met in every cell because the others were not measured."""
+    lines = record()
+    kept = {figure.name: states for figure, states in read_table([*lines[:2], *lines[3:]]).figures()}
+    whole = {figure.name: states for figure, states in read_table(lines).figures()}
+    name = "input projection 6288x7168, 3648x7168"
+    assert (whole[name]["met"], whole[name]["unknown"]) == (3, 3)
+    assert (kept[name]["met"], kept[name]["unknown"]) == (0, 6)
+
+
 def test_half_layers_are_a_figure_of_their_own() -> None:
     """A half-layer that is slower than the standard path, or as fast, and counts as met."""
     lines = [header(HALF), ceilings(), half_line(HALF, 20.0, 31.0)]

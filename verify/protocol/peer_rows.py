@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verify.protocol.decision import Line
-from verify.protocol.peer_figures import FIGURES, HALF_CELLS, HALF_MEAN, Figure, Mean
+from verify.protocol.peer_figures import FIGURES, HALF_CELLS, HALF_LAYERS, HALF_MEAN, Figure, Mean
 
 __all__ = ["OURS", "Ceiling", "Judged", "Ratio", "Row", "Table", "Timing", "meant"]
 
@@ -103,16 +103,22 @@ class Table:
     def figures(self) -> list[tuple[Figure, dict[str, int]]]:
         """Per figure, how many of its demands are met, missed, open and unknown.
 
-        Half-layers without a line count as unknown where any of their kind has one: their figure names all its cells.
+        A planned cell without a line is unknown, and so is any half-layer without one where another of its kind has
+        one: their figure names all its cells.
         """
         counted = []
         measured = {_place(row.cell) for row in self.rows}
+        missing = set(self.unmeasured)
+        absent = [cell for cell in self.header["planned"] if cell["key"] in missing and cell["op"] not in HALF_LAYERS]
         for figure in FIGURES:
             states = dict.fromkeys(("met", "missed", "open", "unknown"), 0)
             for row in self.rows:
                 if meant(figure, row.cell):
                     for judged in row.judged:
                         states[judged.state] += 1
+            for cell in absent:
+                if meant(figure, cell):
+                    states["unknown"] += sum(need.applies(cell["batch"], cell["cache_bytes"]) for need in figure.needs)
             if any(states.values()):
                 states["unknown"] += sum(cell[0] == figure.op and cell not in measured for cell in HALF_CELLS)
             counted.append((figure, states))

@@ -48,6 +48,7 @@ CODES = {
     "bundle.reasons": "a gate's reasons do not follow from its raw lines",
     "bundle.metric": "a metric does not follow from its raw lines",
     "bundle.verdict": "the verdict does not follow from the gate results",
+    "bundle.peers": "the peer table does not follow from its raw lines, or is of another candidate or run",
     "bundle.derived": "a Parquet table is not the table of its raw lines",
     "bundle.report": "a report is not what the records render to",
     "bundle.check_failed": "values that break a check",

@@ -62,6 +62,8 @@ class Loaded:
     environment: Environment
     results: dict[GateName, GateResult]
     raw: dict[GateName, list[dict[str, Any]]]
+    peers: list[dict[str, Any]]
+    """Raw lines of the peer table; empty where there is none."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,13 @@ def read_bundle(path: Path) -> Reading:
             raw[entry.gate] = _lines(entry.raw.path, files, reasons)
         if entry.error is not None:
             _lines(entry.error.path, files, reasons)
+    peers = [] if bundle.peers is None else _lines(bundle.peers.raw.path, files, reasons)
     if reasons:
         return Reading(name, digest, 2, tuple(reasons), None)
-    reasons = list(_layout_findings(name, bundle, results, raw, files))
+    reasons = list(_layout_findings(name, bundle, results, raw, peers, files))
     if reasons:
         return Reading(name, digest, 3, tuple(reasons), None)
-    return Reading(name, digest, len(STEPS), (), Loaded(name, digest, files, bundle, environment, results, raw))
+    return Reading(name, digest, len(STEPS), (), Loaded(name, digest, files, bundle, environment, results, raw, peers))
 
 
 def references(bundle: Bundle) -> Iterator[EvidenceRef]:
@@ -132,6 +135,8 @@ def references(bundle: Bundle) -> Iterator[EvidenceRef]:
     yield bundle.environment
     for entry in bundle.gates:
         yield from (ref for ref in (entry.result, entry.raw, entry.derived, entry.error) if ref is not None)
+    if bundle.peers is not None:
+        yield bundle.peers.raw
     for artifact in bundle.artifacts:
         yield artifact.manifest
         if artifact.included:
@@ -226,6 +231,7 @@ def _layout_findings(
     bundle: Bundle,
     results: dict[GateName, GateResult],
     raw: dict[GateName, list[dict[str, Any]]],
+    peers: list[dict[str, Any]],
     files: dict[str, bytes],
 ) -> Iterator[Reason]:
     if not name.startswith(f"{bundle.run}-{bundle.name}-"):
@@ -250,6 +256,11 @@ def _layout_findings(
             if ref.path not in files or hashlib.sha256(files[ref.path]).hexdigest() != ref.sha256:
                 message = f"its evidence {_shown(ref.path)} is absent or has another digest"
                 yield refusal("evidence", message, entry.result.path, "files of this bundle")
+    if bundle.peers is not None:
+        places["raw/bench.jsonl"] = bundle.peers.raw.path
+        if not peers or bundle.peers.raw.lines != len(peers):
+            expected = f"{bundle.peers.raw.lines} lines, as bundle.json says"
+            yield refusal("line_count", f"has {len(peers)} lines", bundle.peers.raw.path, expected)
     for artifact in bundle.artifacts:
         places[f"artifacts/{artifact.name}/manifest.json"] = artifact.manifest.path
     for place, path in places.items():

@@ -1,4 +1,4 @@
-"""Records of a bundle, version 2: what `bundle.json`, `environment.json` and `manifest.json` hold.
+"""Records of a bundle, version 3: what `bundle.json`, `environment.json` and `manifest.json` hold.
 
 The files and the compatibility rule are described in docs/bundle.md. Gate results are `harness.records.GateResult`, one
 file each; this module adds what ties them together: whose candidate, judged by which commit, for which target, on which
@@ -30,13 +30,13 @@ from harness.settings import Scope, Target, Tier
 
 __all__ = [
     "BUNDLE_VERSION", "RENDER_VERSION", "Artifact", "Bundle", "BundleInput", "Command", "Commits", "Disclosure",
-    "Environment", "GateEntry", "Manifest", "ManifestEntry", "OtherCandidate", "RawRef",
+    "Environment", "GateEntry", "Manifest", "ManifestEntry", "OtherCandidate", "PeersEntry", "RawRef",
 ]  # fmt: skip
 
-BUNDLE_VERSION = 2
+BUNDLE_VERSION = 3
 """Version of the bundle's layout and records; readers refuse every other one."""
 
-RENDER_VERSION = 1
+RENDER_VERSION = 2
 """Version of the two reports' text; raised with every change of a template: what a reader re-renders."""
 
 Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._]{0,63}(-[A-Za-z0-9._]{1,64}){0,6}$")]
@@ -172,6 +172,15 @@ class GateEntry(Record):
         return self
 
 
+class PeersEntry(Record):
+    """The peer table: where its raw lines are. It is evidence beside the gates and decides nothing."""
+
+    outcome: Outcome
+    """Whether the record is whole, and our results right in it."""
+    protocol_id: str
+    raw: RawRef
+
+
 class BundleInput(Record):
     """All that a verification hands over for its bundle, besides its `gates/` and `raw/` folders."""
 
@@ -218,13 +227,15 @@ class BundleInput(Record):
 class Bundle(BundleInput):
     """Content of bundle.json."""
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     render_version: int = Field(ge=1)
     verdict: Verdict
     cells: tuple[Cell, ...]
     """The performance cells that the tier plans on this target."""
     gates: tuple[GateEntry, ...]
     """In the order of `harness.records.GATES`; gates that did not run are absent."""
+    peers: PeersEntry | None
+    """Null where no peer table was measured."""
     artifacts: tuple[Artifact, ...]
     patch: EvidenceRef
     environment: EvidenceRef
@@ -249,5 +260,5 @@ class ManifestEntry(Record):
 class Manifest(Record):
     """Content of manifest.json: every file of the bundle but itself and manifest.sha256."""
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     files: dict[str, ManifestEntry]

@@ -25,6 +25,7 @@ from reports.claims import BundleCheck, CheckWord, Claim, ClaimStatus
 from reports.folder import refusal
 from reports.identity import identity_findings
 from reports.load import Loaded
+from reports.peers import peer_findings
 from reports.render import render_all
 from reports.schema import RENDER_VERSION
 from reports.text import count
@@ -114,6 +115,9 @@ def _check_claims(loaded: Loaded, checks: _Checks) -> VerdictWord | None:
         claim = f"{gate} {result.outcome.value}: {_basis(loaded, gate)}"
         decided &= checks.add(claim, partial(_gate, loaded, gate, result))
     recomputed = checks.add(f"verdict {loaded.bundle.verdict.word.value}: recomputed", partial(_verdict, loaded))
+    if loaded.bundle.peers is not None:
+        claim = f"peer table {loaded.bundle.peers.outcome.value}: decided again from {len(loaded.peers)} raw lines"
+        checks.add(claim, partial(peer_findings, loaded))
     for gate, lines in loaded.raw.items():
         claim = f"derived/{gate}.parquet is the table of raw/{gate}.jsonl"
         checks.add(claim, partial(_derived, loaded, gate, lines))

@@ -24,6 +24,8 @@ from k3_backend.aot.manifest import MANIFEST_NAME
 from k3_backend.aot.manifest import Artifact as BuiltArtifact
 from reports import derive
 from reports.load import Loaded, references
+from reports.peers import RAW as PEERS
+from reports.peers import conclude, parse
 from reports.render import render_all
 from reports.schema import (
     BUNDLE_VERSION,
@@ -35,6 +37,7 @@ from reports.schema import (
     GateEntry,
     Manifest,
     ManifestEntry,
+    PeersEntry,
     RawRef,
 )
 from reports.verify import check_loaded
@@ -74,9 +77,10 @@ def write_bundle(
     results, raw = _evidence(candidate_dir, files)
     for gate, lines in raw.items():
         files[f"derived/{gate}.parquet"] = derive.parquet_bytes(lines)
+    peer_lines = _peers(candidate_dir / PEERS, files)
     bundle = _record(context, files, results, artifacts, candidate_dir)
     files["bundle.json"] = canonical.document(bundle.model_dump(mode="json"))
-    loaded = _as_read(files, results, raw)
+    loaded = _as_read(files, results, raw, peer_lines)
     files |= {f"report.{form}": text.encode() for form, text in render_all(loaded).items()}
     _require_sound(loaded, candidate_dir)
     entries = {path: ManifestEntry(sha256=_sha(data), size=len(data)) for path, data in sorted(files.items())}
@@ -104,6 +108,7 @@ def _record(
             verdict=decide(context.target.name, context.tier.name, context.target.required, results),
             cells=context.target.cells(context.tier),
             gates=tuple(_entry(gate, results[gate], files) for gate in GATES if gate in results),
+            peers=_peers_entry(files),
             artifacts=tuple(_artifact(artifact, files) for artifact in artifacts),
             patch=_ref("candidate.patch", files),
             environment=_ref("environment.json", files),
@@ -156,6 +161,22 @@ def _evidence(
     return results, raw
 
 
+def _peers(path: Path, files: dict[str, bytes]) -> list[dict[str, Any]]:
+    """Raw lines of the peer table, added to the files; empty where none was measured."""
+    data = _read(path) if path.exists() else b""
+    lines = parse(data, path)
+    if lines:
+        files[PEERS] = data
+    return lines
+
+
+def _peers_entry(files: dict[str, bytes]) -> PeersEntry | None:
+    if PEERS not in files:
+        return None
+    outcome, protocol_id = conclude(canonical.parse_lines(files[PEERS]))
+    return PeersEntry(outcome=outcome, protocol_id=protocol_id, raw=_raw_ref(PEERS, files))
+
+
 def _artifact(artifact: BuiltArtifact, files: dict[str, bytes]) -> Artifact:
     folder = f"artifacts/{artifact.name}"
     return Artifact(
@@ -184,7 +205,10 @@ def _entry(gate: GateName, result: GateResult, files: dict[str, bytes]) -> GateE
 
 
 def _as_read(
-    files: dict[str, bytes], results: dict[GateName, GateResult], raw: dict[GateName, list[dict[str, Any]]]
+    files: dict[str, bytes],
+    results: dict[GateName, GateResult],
+    raw: dict[GateName, list[dict[str, Any]]],
+    peer_lines: list[dict[str, Any]],
 ) -> Loaded:
     """The records as a reader gets them: JSON sorts keys, so rendering must start from the written form."""
     return Loaded(
@@ -195,6 +219,7 @@ def _as_read(
         environment=Environment.model_validate_json(files["environment.json"], strict=True),
         results={gate: GateResult.model_validate_json(files[f"gates/{gate}.json"], strict=True) for gate in results},
         raw=raw,
+        peers=peer_lines,
     )
 
 

@@ -35,6 +35,7 @@ from harness.settings import Scope, Settings, Target, Tier
 from harness.store import EvidenceSink
 from k3_backend.aot.manifest import Artifact
 from verify.context import GateContext
+from verify.gates.kit import keep_peer_table
 from verify.kit.importing import Imported
 from verify.snapshots import JUDGING_PATHS, export_tree
 
@@ -130,6 +131,7 @@ def verify(job: Job) -> Verification:
     """
     started = time.monotonic()
     context = _context(job)
+    keep_peer_table(context)
     results: dict[GateName, GateResult] = {}
     for gate in _selected(job):
         result = _stored(job.folder, gate)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from fasttrack.console import EXIT_FALLS_SHORT, EXIT_FINE, EXIT_INCOMPLETE, Output
@@ -52,15 +51,15 @@ def show_peers(
     Raises:
         FasttrackError: results that are not whole, of another kit than this checkout builds, or without a table.
     """
-    from verify.bench import peer_table
-    from verify.bench.peer_table import as_json, label, summary
-    from verify.protocol.peers import OURS, decide, read_table
+    from reports import peer_table
+    from reports.peer_table import as_json, label, summary
+    from verify.protocol.peer_rows import OURS
+    from verify.protocol.peers import decide, read_table
 
     workspace = Workspace.here()
     received = read_results(results)
     lines = _section(received, results, target)
     require_ours(received, workspace.repo, workspace.settings, workspace.cache, mutants)
-    _require_planned(received)
     decision = decide(lines)
     if any(finding.code == "bench.malformed" for finding in decision.findings):
         finding = decision.findings[0]
@@ -95,14 +94,14 @@ def show_peers(
     out.table("figures", *summary(table))
     for finding in decision.findings:
         out.say(f"{finding.code}: {finding.message}; where: {finding.where}; next: {finding.next}")
-    commit, begun = received.manifest.head, _begun(results)
     if markdown is not None:
         with disk_errors(markdown):
             page = peer_table.short if shortened else peer_table.markdown
-            markdown.write_text(page(table, commit, begun), encoding="utf-8")
+            markdown.write_text(page(table), encoding="utf-8")
         out.say(f"table  {markdown}")
     out.document({
-        "target": received.manifest.target, "commit": commit, "measured": begun, "machine": dict(received.machine),
+        "target": received.manifest.target, "commit": received.manifest.head, "measured": lines[0]["begun"],
+        "machine": dict(received.machine),
         "kit": received.manifest.digest, "outcome": decision.outcome, **as_json(table),
     })  # fmt: skip
     return {"passed": EXIT_FINE, "failed": EXIT_FALLS_SHORT}.get(decision.outcome, EXIT_INCOMPLETE)
@@ -121,21 +120,3 @@ def _section(received: Received, results: Path, target: str | None) -> list[dict
             next=str(needs_kit(found).next),
         )  # fmt: skip
     return received.lines[SECTION]
-
-
-def _require_planned(received: Received) -> None:
-    """The record's cells, bytes included, are those that this checkout would plan."""
-    from verify.bench.gpu.cells import plan
-
-    units = [(unit.op, unit.geometry) for unit in received.manifest.units("candidate")]
-    ours = [cell.to_json() for cell in plan(units)]
-    if received.lines[SECTION][0].get("planned") != ours:
-        raise FasttrackError(
-            "its cells are not those of this checkout", where="raw/bench.jsonl:1", expected=f"{len(ours)} cells",
-            next="fasttrack kit build --bench, and run that",
-        )  # fmt: skip
-
-
-def _begun(results: Path) -> str:
-    """When the run began, as its header says; `read_results` has checked that it is a plain JSON object."""
-    return str(json.loads((results / "run.json").read_bytes()).get("begun"))

@@ -10,6 +10,7 @@ from reports.content.glossary import glossary_section
 from reports.content.model import evals_blocks, features_blocks
 from reports.content.numerics import kernels_blocks
 from reports.content.path import path_blocks
+from reports.content.peers import peers_section
 from reports.content.perf import interval, perf_blocks, ratio
 from reports.content.perf_cells import PerfView, perf_view
 from reports.content.provenance import (
@@ -182,6 +183,7 @@ def _sections(loaded: Loaded, patch: Patch, view: PerfView | None) -> list[Secti
     return [
         change_section(loaded, patch),
         gates.pop("perf"),
+        *peers_section(loaded),
         *(gates[gate] for gate in ("kernels", "path", "features", "evals", "audit", "scope", "build")),
         disclosure_section(loaded),
         others_section(loaded),

@@ -82,9 +82,10 @@ def _beside(lines: list[dict[str, Any]]) -> list[Block]:
     rows: list[tuple[Content, ...]] = []
     for name, cases in tried.items():
         failing = next((case for case in cases if protocol.case_fails(case)), None)
-        rows.append((Code(name), "not found" if failing is None else "found", f"{len(cases)}", _case_of(failing)))
+        seen = "–" if failing is None else str(protocol.first_finding(failing))
+        rows.append((Code(name), "passed" if failing is None else "rejected", f"{len(cases)}", _case_of(failing), seen))
     if rows:
-        columns = ("planted fault", "the gate", "cases run", "in case")
+        columns = ("planted fault", "verdict", "cases run", "first in case", "what the gate saw first")
         blocks.append(Table("Planted faults", columns, rows, frozenset({2})))
     return blocks
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import raw_lines
 
-from harness import settings
+from harness import canonical, settings
 from harness.records import (
     GATES,
     Candidate,
@@ -81,6 +81,7 @@ def make_evidence(
     tier: str = "smoke",
     lines: dict[GateName, Callable[[dict[str, str]], list[dict[str, Any]]]] | None = None,
     not_evaluated: GateName | None = None,
+    peers: Callable[[dict[str, str]], list[dict[str, Any]]] | None = None,
 ) -> None:
     """Fill an evidence folder as a verification does; gates after a failed one do not run.
 
@@ -90,11 +91,14 @@ def make_evidence(
         tier: name of the tier.
         lines: gates whose lines are made by these functions of the artifacts' digests.
         not_evaluated: a gate that ends in an exception.
+        peers: makes the lines of a peer table of the artifacts' digests.
     """
     folder.mkdir(parents=True)
     (folder / "candidate.patch").write_bytes(PATCH)
     sink = EvidenceSink(folder)
     digests = {f"{a.op}/{a.arch}": a.digest for a in artifacts}
+    if peers is not None:
+        sink.append_block("bench", peers(digests))
     recorded = raw_lines.all_passing(SETTINGS, tier, digests, BASE, HEAD)
     recorded |= {gate: make(digests) for gate, make in (lines or {}).items()}
     for gate in GATES:
@@ -102,6 +106,11 @@ def make_evidence(
             save_not_evaluated(sink, gate)
         elif save_gate(sink, gate, recorded[gate]).outcome is Outcome.FAILED:
             break
+
+
+def canonical_line(line: dict[str, Any]) -> bytes:
+    """A raw line with its end, as files have it."""
+    return canonical.line(line) + b"\n"
 
 
 def save_gate(sink: EvidenceSink, gate: GateName, lines: list[dict[str, Any]]) -> GateResult:

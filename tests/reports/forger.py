@@ -51,7 +51,7 @@ class Forger:
         manifest = {
             p: {"sha256": self._sha(p), "size": len(d)} for p, d in self.files.items() if not p.startswith("manifest.")
         }
-        self.put("manifest.json", {"schema_version": 2, "files": manifest})
+        self.put("manifest.json", {"schema_version": 3, "files": manifest})
         digest = self._sha("manifest.json")
         self.files["manifest.sha256"] = f"{digest}  manifest.json\n".encode()
         folder = out / f"{self.source.name.rpartition('-')[0]}-{digest[:12]}"
@@ -85,11 +85,13 @@ class Forger:
         loaded = Loaded(
             "", "", self.files, Bundle.model_validate_json(self.files["bundle.json"]),
             Environment.model_validate_json(self.files["environment.json"]), results, raw,
+            self.lines("bench") if "raw/bench.jsonl" in self.files else [],
         )  # fmt: skip
         self.files |= {f"report.{form}": text.encode() for form, text in render_all(loaded).items()}
 
     def _references(self, bundle: dict[str, Any]) -> list[dict[str, Any]]:
         refs = [bundle["patch"], bundle["environment"], *(a["manifest"] for a in bundle["artifacts"])]
+        refs += [] if bundle["peers"] is None else [bundle["peers"]["raw"]]
         for entry in bundle["gates"]:
             refs += [entry[key] for key in ("result", "raw", "derived", "error") if entry[key] is not None]
         return [ref for ref in refs if ref["path"] in self.files]

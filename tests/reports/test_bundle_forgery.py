@@ -257,7 +257,7 @@ def test_records_name_all_files(accepted: Path, tmp_path: Path) -> None:
 
 def test_unknown_schema_versions_and_fields_are_refused(accepted: Path, tmp_path: Path) -> None:
     """A reader that skips what it does not know would skip what matters."""
-    for index, change in enumerate(({"schema_version": 3}, {"surprise": 1}, {"seconds": "287"}, {"seconds": 287})):
+    for index, change in enumerate(({"schema_version": 4}, {"surprise": 1}, {"seconds": "287"}, {"seconds": 287})):
         forger = Forger(accepted)
         forger.edit("bundle.json", lambda b, c=change: b.update(c))
         found = codes(forger.publish(tmp_path / str(index), render=False))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.verify.peer_fixtures import arm, ceilings, cell_line, header
+from reports.peer_table import as_json, markdown, short
+from tests.verify.peer_fixtures import arm, ceilings, cell_line, half, half_cells, half_line, header
 from verify.bench.gpu.cells import PeerCell, moved_bytes
-from verify.bench.peer_table import as_json, markdown, short
 from verify.protocol.peers import _rank, decide, read_table
 
 GEMV = PeerCell("input_projection", "k3-slice-tp8", 8, site="kda")
@@ -105,7 +105,7 @@ def test_the_named_peer_comes_first_and_a_stand_in_says_so() -> None:
     lines = record()
     lines[6]["arms"]["flashinfer"] = arm(45.0)
     assert states(lines, MLA)["flashinfer or triton's time / ours above 1"] == "missed"
-    text = markdown(read_table(record()), "c" * 40, "2026-11-30T00:00:00Z")
+    text = markdown(read_table(record()))
     assert "flashinfer has no number (every call): no library" in text
 
 
@@ -118,7 +118,7 @@ def test_what_is_missing_has_no_number_anywhere() -> None:
     assert rows[MLA.key]["missing"] == {"flashinfer": "no library"}
     assert rows[BIG.key]["share"] is None
     assert rows[BIG.key]["ratios"] == {}
-    text = markdown(table, "c" * 40, "2026-11-30T00:00:00Z")
+    text = markdown(table)
     assert "None" not in text
     assert "nan" not in text
     assert "ours has no number (6288 x 7168, M 64): no schedule bucket for 64 rows" in text
@@ -133,10 +133,72 @@ def test_the_short_table_names_the_fastest_peer_that_does_the_whole_op() -> None
         cell_line(PeerCell("kda_decode", "k3-slice-tp8", 64), ours=arm(20.0), fla_chain=arm(30.0), in_place=arm(10.0)),
         cell_line(MLA, ours=arm(50.0), flashinfer=arm(55.0), triton=arm(60.0)),
     ]
-    text = short(read_table(lines), "c" * 40, "2026-11-30T00:00:00Z")
+    text = short(read_table(lines))
     assert "| KDA decode, 12 heads, B 64 | 20.0 |" in text
     assert "| fla_chain 30.0 | 1.50 (1.50–1.50) |" in text
     assert "| flashinfer 55.0 | 1.10 (1.10–1.10) |" in text
+
+
+HALF = half("mla_half_layer", "k3-slice-tp8", 8, 32_768)
+
+
+def halves(ours: float = 20.0, standard: float = 31.0, spread: float = 0.0) -> list[dict[str, Any]]:
+    """A record of every half-layer."""
+    cells = half_cells()
+    return [header(*cells), ceilings(), *(half_line(cell, ours, standard, spread=spread) for cell in cells)]
+
+
+def test_a_planned_cell_without_a_line_is_unknown_in_its_figure() -> None:
+    """A figure that is met in every cell because the others were not measured."""
+    lines = record()
+    kept = {figure.name: states for figure, states in read_table([*lines[:2], *lines[3:]]).figures()}
+    whole = {figure.name: states for figure, states in read_table(lines).figures()}
+    name = "input projection 6288x7168, 3648x7168"
+    assert (whole[name]["met"], whole[name]["unknown"]) == (3, 3)
+    assert (kept[name]["met"], kept[name]["unknown"]) == (0, 6)
+
+
+def test_half_layers_are_a_figure_of_their_own() -> None:
+    """A half-layer that is slower than the standard path, or as fast, and counts as met."""
+    lines = [header(HALF), ceilings(), half_line(HALF, 20.0, 31.0)]
+    judged = read_table(lines).rows[0].judged
+    assert [(j.figure, j.demand, j.state) for j in judged] == [(6, "standard's time / ours above 1", "met")]
+    for standard, state in ((20.0, "open"), (19.0, "missed")):
+        lines[2] = half_line(HALF, 20.0, standard)
+        assert read_table(lines).rows[0].judged[0].state == state
+
+
+def test_the_mean_of_half_layers_is_over_all_of_them() -> None:
+    """A geometric mean over the cells that went well, an arithmetic one, or one that is met within its noise."""
+    assert len(halves()) == 2 + 84
+    assert read_table(halves()).mean()[1].state == "met"
+    assert read_table(halves(standard=29.0)).mean()[1].state == "missed"
+    assert read_table(halves(standard=29.8, spread=0.02)).mean()[1].state == "open"
+    table = read_table(halves()[:-1])
+    assert (table.mean()[1].state, table.mean()[1].found) == ("unknown", "1.550 (1.550-1.550) in 83 of 84 cells")
+    counts = {figure.name: states for figure, states in table.figures()}
+    assert [counts[name]["unknown"] for name in ("KDA half-layer", "MLA half-layer, 1k and 32k", "AttnRes")] == [
+        0,
+        1,
+        0,
+    ]
+    lines = halves()
+    lines[2]["arms"]["ours"] = arm(10.0)
+    assert f"{1.55 * 2 ** (1 / 84):.3f}" in read_table(lines).mean()[1].found
+    assert read_table(record()).mean()[1].found == "0 of 84 cells"
+
+
+def test_a_half_layer_says_where_it_takes_the_standard_path() -> None:
+    """A row that looks specialised throughout and is not."""
+    lines = [header(HALF), ceilings(), half_line(HALF, 20.0, 31.0, "mla_decode: no schedule bucket for 8 rows")]
+    text = markdown(read_table(lines))
+    assert "ours takes the standard path (12 heads, B 8, 32k) at mla_decode: no schedule bucket for 8 rows" in text
+    row = short(read_table(lines))
+    assert "| MLA half-layer, 12 heads, B 8, 32k (standard path in mla_decode) | 20.0 |" in row
+    assert "| standard 31.0 | 1.55 (1.55–1.55) |" in row
+    lines[2]["arms"]["ours"]["fallbacks"] = [1]
+    with pytest.raises(ValueError, match="line 3: fallbacks are no texts"):
+        read_table(lines)
 
 
 def test_a_table_without_ceilings_has_no_shares() -> None:
@@ -187,6 +249,8 @@ HOSTILE: dict[str, Callable[[list[dict[str, Any]]], object]] = {
     "an arm as a number": lambda lines: lines[2]["arms"].update(ours=3),
     "unknown ceiling": lambda lines: lines[1]["gbps"].update(dream={"a": 1e6}),
     "infinite ceiling": lambda lines: lines[1]["gbps"]["read"].update(a=float("inf")),
+    "context as a list": lambda lines: lines[0]["planned"][0].update(context=[]),
+    "no operation": lambda lines: lines[0]["planned"][0].pop("op"),
     "negative bytes": lambda lines: lines[0]["planned"][0].update(read_bytes=-1),
     "calls as text": lambda lines: lines[2].update(calls="many"),
     "failure as a number": lambda lines: lines[2].update(failure=7),

@@ -16,10 +16,12 @@ from verify.gates.common import to_result
 from verify.kit.importing import Imported
 from verify.protocol.decision import Decision, Finding, Line
 
-__all__ = ["BY_KIT", "from_kit", "missing_kit"]
+__all__ = ["BY_KIT", "from_kit", "keep_peer_table", "missing_kit"]
 
 BY_KIT: tuple[GateName, ...] = ("kernels", "path", "perf")
 """Gates that a kit is the way for; others need an engine on the GPU machine."""
+PEER_TABLE = "bench"
+"""Name of its raw lines, as a kit has it."""
 
 
 def missing_kit(gate: GateName, ctx: GateContext) -> Decision:
@@ -62,6 +64,13 @@ def from_kit(
     table = {**detail(lines), "kit": kit.received.manifest.digest, "machine": dict(kit.received.machine)}
     seconds = sum(float(line.get("seconds", 0.0)) for line in lines)
     return to_result(gate, protocol_id, decision, EvidenceClass.HARDWARE, [ctx.evidence.ref(gate)], seconds, table)
+
+
+def keep_peer_table(ctx: GateContext) -> None:
+    """Store the raw lines of an imported kit's peer table beside the gates' evidence."""
+    lines = () if ctx.kit is None else ctx.kit.received.lines.get(PEER_TABLE, ())
+    if lines and not ctx.evidence.lines(PEER_TABLE):
+        ctx.evidence.append_block(PEER_TABLE, lines)
 
 
 def _take_artifacts(ctx: GateContext, kit: Imported) -> None:

@@ -1,8 +1,9 @@
 """The peer table on the GPU machine: one raw line per cell, our kernels beside the peers that are to be had.
 
 It is a section of a kit beside the gates: carried, chained and imported like one, but it decides nothing about a
-candidate. Cells run one after the other in one worker, so that nothing else keeps the GPU busy; a cell that ends the
-worker is recorded and never repeated. Rows and figures are `verify.protocol.peers`.
+candidate. Cells run one after the other in one worker, half-layers in one process per arm that take turns, so that
+nothing else keeps the GPU busy; a cell that ends a worker is recorded and never repeated. Rows and figures are
+`verify.protocol.peers`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import FasttrackError
-from verify.bench.gpu.cells import PeerCell, plan
+from verify.bench.gpu.cells import PeerCell
 from verify.evaluator.client import Client
 from verify.evaluator.failures import WorkerError, WorkerFailure
+from verify.kit import bench_halves
 from verify.kit.child import started
 from verify.kit.context import KitContext
 from verify.kit.manifest import Unit
+from verify.kit.store import now
+from verify.protocol.peer_figures import HALF_LAYERS
 from verify.protocol.peers import PROTOCOL_ID
 
 __all__ = ["SECTION", "run", "tree_digest"]
@@ -38,8 +42,15 @@ def run(kit: KitContext, arm: str = "candidate") -> None:
     """Measure the cells that have no line yet, until all are done or the time is over."""
     cells = _planned(kit, arm)
     done = {line["key"] for line in kit.results.lines(SECTION) if line["kind"] == "cell"}
-    left = [cell for cell in cells if cell.key not in done]
-    kit.progress(f"{SECTION}: {len(cells) - len(left)} of {len(cells)} cells have a line")
+    undone = [cell for cell in cells if cell["key"] not in done]
+    kit.progress(f"{SECTION}: {len(cells) - len(undone)} of {len(cells)} cells have a line")
+    _ops(kit, arm, [PeerCell.from_json(cell) for cell in undone if cell["op"] not in HALF_LAYERS])
+    if halves := [cell for cell in undone if cell["op"] in HALF_LAYERS]:
+        bench_halves.measure(kit, arm, halves)
+
+
+def _ops(kit: KitContext, arm: str, left: list[PeerCell]) -> None:
+    """Cells of single ops, and the ceilings before and after them."""
     measured = False
     while left and not kit.over():
         with ExitStack() as stack:
@@ -92,23 +103,25 @@ def _ceilings(kit: KitContext, worker: Client) -> None:
     kit.results.append(SECTION, {"kind": "ceilings", **found, "state": kit.machine.state()})
 
 
-def _planned(kit: KitContext, arm: str) -> list[PeerCell]:
-    """The cells of the kit, in the order of the header, which is written first of all."""
+def _planned(kit: KitContext, arm: str) -> list[dict[str, Any]]:
+    """The cells of the kit; writes the header, if nothing is there yet."""
     packages = None if kit.peers is None else _packages(kit.peers)
     lines = kit.results.lines(SECTION)
-    manifest = kit.manifest
-    if lines:
-        if lines[0]["packages"] != packages:
-            raise FasttrackError(
-                "the peers' packages are others than when this was begun", where="--peers",
-                expected="the same folder on every resume", next="python3 kit.py run --out R2 --peers DIR",
-            )  # fmt: skip
-        return [PeerCell.from_json(cell) for cell in lines[0]["planned"]]
-    cells = plan((unit.op, unit.geometry) for unit in manifest.units(arm))
-    planned = [cell.to_json() for cell in cells]
-    header = {**kit.header(SECTION, PROTOCOL_ID, arm), "planned": planned, "packages": packages}
-    kit.results.append(SECTION, header)
-    return cells
+    plan = kit.manifest.plans[SECTION]
+    own = {"packages": packages, "standard": kit.machine.standard_path()}
+    if not lines:
+        kit.results.append(SECTION, {**kit.header(SECTION, PROTOCOL_ID, arm), **plan, **own, "begun": now()})
+    elif lines[0]["packages"] != packages:
+        raise FasttrackError(
+            "the peers' packages are others than when this was begun", where="--peers",
+            expected="the same folder on every resume", next="python3 kit.py run --out R2 --peers DIR",
+        )  # fmt: skip
+    elif lines[0]["standard"] != own["standard"]:
+        raise FasttrackError(
+            "the standard path is another than when this was begun", where="--packages",
+            expected="the same wheels on every resume", next="python3 kit.py run --out R2 --packages DIR",
+        )  # fmt: skip
+    return list(plan["planned"])
 
 
 def _packages(folder: Path) -> dict[str, Any]:

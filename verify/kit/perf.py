@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verify.kit.context import KitContext
-from verify.kit.perf_arms import ArmFiles, KitSampler
+from verify.kit.perf_arms import ArmFiles, KitSampler, files_of
 from verify.protocol.lines import of_kind
 from verify.protocol.perf import below_floor
 from verify.protocol.perf_plan import ARMS, Plan
@@ -44,8 +44,10 @@ def run(kit: KitContext) -> None:
     kit.progress(f"{GATE}: {cells} cells, {blocks} blocks, about {predicted_seconds(plan):.0f} s if none is futile")
     if not of_kind(lines.lines(GATE), "ceilings"):
         _add_ceilings(kit, lines)
+    best = files_of(kit, "best")
     sampler = KitSampler(
-        plan, {"standard": ArmFiles(), "best": _files(kit, "best"), "candidate": _files(kit, "candidate")},
+        plan.chains,
+        {"standard": ArmFiles(), "best": best, "control": best, "candidate": files_of(kit, "candidate")},
         arch=kit.manifest.arch, code=kit.code, logs=kit.logs, bootstrap=kit.machine.bootstrap,
     )  # fmt: skip
     run_campaign(plan, sampler, lines, kit.progress, before_end=lambda: _check_ceilings(kit, lines), over=kit.over)
@@ -74,13 +76,6 @@ class _Lines:
 def _header(kit: KitContext, plan: Plan) -> dict[str, Any]:
     own = {"standard": kit.machine.standard_path(), "processes": list(ARMS)}
     return {**kit.header(GATE, kit.manifest.protocols[GATE]), **plan.header(), **own}
-
-
-def _files(kit: KitContext, arm: str) -> ArmFiles:
-    units = kit.manifest.units(arm)
-    if not units:
-        return ArmFiles()
-    return ArmFiles({f"{unit.op}/{unit.geometry}": kit.artifact(arm, unit) for unit in units}, kit.schedules(arm))
 
 
 def _add_ceilings(kit: KitContext, lines: _Lines) -> None:

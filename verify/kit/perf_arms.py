@@ -21,13 +21,14 @@ import numpy as np
 from k3_backend.ops import OPS
 from verify.evaluator.client import Client
 from verify.kit.child import started_arm
-from verify.protocol.perf_plan import CellPlan, Plan
+from verify.kit.context import KitContext
+from verify.protocol.perf_plan import CellPlan
 from verify.timing.compare import Left
 from verify.timing.load import ForeignTime
 from verify.timing.sampler import Paths, Slice, as_fault
 from verify.workers.shared import View
 
-__all__ = ["DECLARED", "ArmFiles", "KitBlock", "KitSampler"]
+__all__ = ["DECLARED", "ArmFiles", "KitBlock", "KitSampler", "files_of"]
 
 BUFFER_BYTES = 1 << 29
 """Shared buffer per arm: outputs and sampled states of one chain."""
@@ -53,12 +54,20 @@ class ArmFiles:
     schedules: Path | None = None
 
 
+def files_of(kit: KitContext, arm: str) -> ArmFiles:
+    """The files of an arm of the kit."""
+    units = kit.manifest.units(arm)
+    if not units:
+        return ArmFiles()
+    return ArmFiles({f"{unit.op}/{unit.geometry}": kit.artifact(arm, unit) for unit in units}, kit.schedules(arm))
+
+
 class KitSampler:
     """Starts workers; see `Sampler`.
 
     Args:
-        plan: geometries and chains.
-        arms: `standard`, `best` and `candidate`; `control` is another process of `best`.
+        chains: cell -> `geometry` and `copies` of its chain.
+        arms: what the arms that may take part run; `standard` has no files.
         arch: of the artifacts.
         code: folder of the trusted Python.
         logs: folder for the workers' logs.
@@ -66,10 +75,17 @@ class KitSampler:
     """
 
     def __init__(
-        self, plan: Plan, arms: Mapping[str, ArmFiles], *, arch: str, code: Path, logs: Path, bootstrap: str
+        self,
+        chains: Mapping[str, Mapping[str, Any]],
+        arms: Mapping[str, ArmFiles],
+        *,
+        arch: str,
+        code: Path,
+        logs: Path,
+        bootstrap: str,
     ) -> None:
-        self._plan = plan
-        self._arms = {**arms, "control": arms["best"]}
+        self._chains = chains
+        self._arms = arms
         self._arch = arch
         self._where: dict[str, Any] = {"code": code, "logs": logs, "bootstrap": bootstrap}
         self.facts: dict[str, Any] = {}
@@ -96,11 +112,11 @@ class KitSampler:
             with ThreadPoolExecutor(max_workers=len(arms)) as pool:
                 for future in [pool.submit(start, arm) for arm in arms]:
                     future.result()
-            yield KitBlock(self._plan, workers)
+            yield KitBlock(self._chains, workers)
 
     def _geometries(self, files: ArmFiles) -> dict[str, list[str]]:
         """Geometry -> ops of a step that the arm has a kernel for."""
-        found: dict[str, list[str]] = {str(chain["geometry"]): [] for chain in self._plan.chains.values()}
+        found: dict[str, list[str]] = {str(chain["geometry"]): [] for chain in self._chains.values()}
         for name in files.artifacts:
             op, geometry = name.split("/")
             if geometry in found and op in OPS:
@@ -111,8 +127,8 @@ class KitSampler:
 class KitBlock:
     """See `Block`. A call is one replay."""
 
-    def __init__(self, plan: Plan, workers: Mapping[str, Client]) -> None:
-        self._plan = plan
+    def __init__(self, chains: Mapping[str, Mapping[str, Any]], workers: Mapping[str, Client]) -> None:
+        self._chains = chains
         self._workers = workers
         self._calls: dict[str, int] = {}
         self._outputs: dict[str, dict[str, View]] = {}
@@ -131,7 +147,7 @@ class KitBlock:
         self._calls[arm] = calls
         if self._set.get(arm) == cell.key:
             return
-        chain, size = self._plan.chains[cell.key], cell.cell
+        chain, size = self._chains[cell.key], cell.cell
         answer = self._call(
             arm, "chain.set", SET_S, key=cell.key, scope=size["scope"], geometry_name=chain["geometry"],
             batch=size["batch"], context=size["context"] or 0, tokens=size["tokens"], copies=chain["copies"],

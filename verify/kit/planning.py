@@ -15,14 +15,15 @@ from harness.records import Cell
 from harness.settings import Layout, Target, Tier
 from k3_backend.aot.cuda.arch import ARCHS
 from k3_backend.geometry import GEOMETRIES, Geometry
+from k3_backend.model.program import HALF_LAYERS
 from k3_backend.ops import OPS
-from verify.bench.traffic import cell_traffic, op_traffic
+from verify.bench.traffic import cell_traffic, half_layer_traffic, op_traffic
 from verify.kit.build import Arm
 from verify.kit.manifest import Unit
 from verify.protocol.floors import Traffic
 from verify.protocol.perf_plan import CUDA_PROTOCOL_ID, CellPlan, Claim, Plan, plan_stages
 
-__all__ = ["changed_units", "perf_plan"]
+__all__ = ["changed_units", "copies_of", "perf_plan"]
 
 ROTATED_BYTES = 400e6
 """Bytes that one replay moves at least, where `MOST_COPIES` allows: several times the last-level cache."""
@@ -62,7 +63,7 @@ def perf_plan(
         assert cell.layout is not None
         g = shapes[cell.layout]
         one = cell_traffic(cell, g)
-        copies = _copies(cell, g)
+        copies = copies_of(cell.scope, g, cell.tokens)
         chains[cell.key] = {"geometry": g.name, "copies": copies}
         claims = [Claim("best", "not_slower")]
         if cell.scope.endswith("_half_layer"):
@@ -123,13 +124,19 @@ def _op_cells(target: Target, tier: Tier, candidate: Arm, best: Arm, shapes: Map
     ]  # fmt: skip
 
 
-def _copies(cell: Cell, g: Geometry) -> int:
-    """Half-layers or calls of one replay."""
+def copies_of(scope: str, g: Geometry, tokens: int = 1) -> int:
+    """Half-layers or calls of one replay.
+
+    Args:
+        scope: half-layer or op.
+        g: geometry.
+        tokens: T.
+    """
     # The weights decide: they are the same for all batches, so that the cells of a kind share them.
-    if cell.scope.endswith("_half_layer"):
-        least = cell_traffic(cell.model_copy(update={"batch": 1, "context": cell.context and 1}), g)
+    if scope in HALF_LAYERS:
+        least = half_layer_traffic(g, scope, batch=1, tokens=tokens, context=1)
     else:
-        least = op_traffic(cell.scope, g, batch=1, tokens=1, context=1, site="kda")
+        least = op_traffic(scope, g, batch=1, tokens=1, context=1, site="kda")
     each = least.read_bytes + least.write_bytes
     return max(FEWEST_COPIES, min(MOST_COPIES, math.ceil(ROTATED_BYTES / each)))
 

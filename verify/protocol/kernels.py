@@ -28,6 +28,7 @@ __all__ = [
     "case_fails",
     "decide",
     "exceeds",
+    "first_finding",
     "tolerance",
     "worst_share",
 ]
@@ -206,6 +207,11 @@ def case_fails(case: Line) -> bool:
 def case_codes(case: Line) -> frozenset[str]:
     """Codes of every rule that a case line alone breaks."""
     return frozenset(code for code, _, _ in _case_findings(case))
+
+
+def first_finding(case: Line) -> str | None:
+    """What a case line alone shows first, in words; None if it breaks no rule."""
+    return next((f"{code}: {seen}" for code, _, seen in _case_findings(case)), None)
 
 
 def worst_share(case: Line) -> float:

@@ -2,8 +2,7 @@
 
 Source: the table "Figures to reach on one H200" of issue 3 (CuTe DSL decode kernels for the attention side). Bytes are
 every input read once and every output and state written once; shares are of the matching ceiling measured in the same
-run. Its row on attention half-layers is measured by the perf gate, not by the peer table. `verify.protocol.peers`
-compares.
+run. `verify.protocol.peers` compares.
 """
 
 from __future__ import annotations
@@ -11,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["FIGURES", "HALF_LAYERS", "Figure", "Need"]
+__all__ = [
+    "FIGURES", "HALF_BATCHES", "HALF_CELLS", "HALF_CONTEXTS", "HALF_GEOMETRIES", "HALF_LAYERS", "HALF_MEAN", "STANDARD",
+    "Figure", "Mean", "Need",
+]  # fmt: skip
 
 MB = 1_000_000
 
@@ -63,6 +65,34 @@ class Figure:
     """Output rows N of the projections that are meant; empty: every cell of the op."""
 
 
+HALF_LAYERS = ("kda_half_layer", "mla_half_layer")
+"""In the place of an op: AttnRes, input projection and token mixing of one attention layer."""
+HALF_GEOMETRIES = ("k3-slice-tp8", "k3-slice-tp16")
+HALF_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
+HALF_CONTEXTS = (1024, 32_768)
+"""Cached tokens per request; a KDA half-layer's time depends on none."""
+HALF_CELLS = frozenset(
+    (half, name, batch, context)
+    for half in HALF_LAYERS
+    for name in HALF_GEOMETRIES
+    for batch in HALF_BATCHES
+    for context in (HALF_CONTEXTS if half == "mla_half_layer" else (None,))
+)
+"""(half-layer, geometry, batch, context) of every cell that the figure on half-layers is about."""
+STANDARD = "standard"
+"""The peer of half-layers: the same program with every op on the standard path."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A demand on the geometric mean, over all of `HALF_CELLS`, of a peer's time divided by ours."""
+
+    row: int
+    name: str
+    peer: str
+    limit: float
+
+
 def _faster(*peers: str, limit: float = 1.0, batches: tuple[int, int] = (1, 64), strict: bool = True) -> Need:
     return Need("faster", limit, peers, strict=strict, batches=batches)
 
@@ -99,6 +129,8 @@ FIGURES: tuple[Figure, ...] = (
             _faster("flashinfer", "triton"),
         ),
     ),
+    Figure(6, "KDA half-layer", "kda_half_layer", (_faster(STANDARD),)),
+    Figure(6, "MLA half-layer, 1k and 32k", "mla_half_layer", (_faster(STANDARD),)),
 )  # fmt: skip
 
-HALF_LAYERS = (6, "attention half-layers", "measured by the perf gate, not by this table")
+HALF_MEAN = Mean(6, "half-layers, geometric mean over all cells", STANDARD, 1.5)

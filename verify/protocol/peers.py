@@ -9,116 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from verify.protocol.decision import Decision, Finding, Line
 from verify.protocol.fields import count, mapping, number_of, objects, samples, text
-from verify.protocol.peer_figures import FIGURES, Figure, Need
+from verify.protocol.peer_figures import FIGURES, Need
+from verify.protocol.peer_rows import OURS, Ceiling, Judged, Ratio, Row, Table, Timing, meant
 
-__all__ = ["OURS", "PROTOCOL_ID", "Ceiling", "Judged", "Ratio", "Row", "Table", "Timing", "decide", "read_table"]
+__all__ = ["PROTOCOL_ID", "decide", "read_table"]
 
-PROTOCOL_ID = "bench-cuda/1"
-OURS = "ours"
+PROTOCOL_ID = "bench-cuda/2"
 MOSTLY_READ = 0.1
 """Share of written bytes up to which the read ceiling is the matching one; above, the faster of copy and update."""
 CONFIDENCE = 0.95
 _KINDS = ("read", "write", "copy", "update")
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One arm in one cell, us per call."""
-
-    median: float
-    low: float
-    high: float
-    """Quartiles."""
-    samples: int
-    device_us: float | None
-    """By the profiler, kernels alone; null where it saw none."""
-    pdl: bool
-    note: str
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A peer's time divided by ours, from the same rounds: above 1 we are faster."""
-
-    value: float
-    low: float
-    high: float
-    """Bounds of the median at `CONFIDENCE`, from order statistics of the rounds."""
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """The fastest that trusted code moved bytes in this run."""
-
-    kind: str
-    gbps: float
-    method: str
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A figure's demand on one cell."""
-
-    figure: int
-    """Row of the issue's table."""
-    demand: str
-    state: str
-    """`met`, `missed`, `open` (the interval holds the limit) or `unknown` (a number is missing)."""
-    found: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """One cell."""
-
-    key: str
-    cell: Mapping[str, Any]
-    bytes: int
-    ceiling: Ceiling | None
-    floor_us: float | None
-    share: float | None
-    """Of the ceiling, by our median."""
-    arms: Mapping[str, Timing] = field(default_factory=dict)
-    missing: Mapping[str, str] = field(default_factory=dict)
-    """Arm to the reason why it has no number."""
-    ratios: Mapping[str, Ratio] = field(default_factory=dict)
-    judged: Sequence[Judged] = ()
-    rotated_bytes: int | None = None
-    calls: int | None = None
-    failure: str | None = None
-    """Why the cell has no arms at all."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """The whole record."""
-
-    header: Line
-    ceilings: Mapping[str, Ceiling]
-    empty_us: float | None
-    """Spacing of empty one-block kernels in a graph of dependent launches."""
-    rows: Sequence[Row]
-    unmeasured: Sequence[str]
-    """Planned cells without a line."""
-
-    def figures(self) -> list[tuple[Figure, dict[str, int]]]:
-        """Per figure, how many of its demands are met, missed, open and unknown."""
-        counted = []
-        for figure in FIGURES:
-            states = dict.fromkeys(("met", "missed", "open", "unknown"), 0)
-            for row in self.rows:
-                if _meant(figure, row.cell):
-                    for judged in row.judged:
-                        states[judged.state] += 1
-            counted.append((figure, states))
-        return counted
 
 
 def read_table(lines: Sequence[Line]) -> Table:
@@ -130,9 +36,12 @@ def read_table(lines: Sequence[Line]) -> Table:
     if not lines or lines[0].get("kind") != "header":
         raise ValueError("line 1: no header")
     header = lines[0]
+    for name in ("head", "begun"):
+        text(header, name, 1)
+    mapping(header, "machine", 1)
     planned = {}
     for cell in objects(header, "planned", 1):
-        planned[text(cell, "key", 1)] = cell
+        planned[text(cell, "key", 1)] = _whole(cell)
     if len(planned) != len(header["planned"]):
         raise ValueError("line 1: a cell is planned twice")
     best: dict[str, Ceiling] = {}
@@ -153,6 +62,18 @@ def read_table(lines: Sequence[Line]) -> Table:
     spacing = min(empty, default=None)
     rows = [_row(planned[key], *found[key], best, spacing) for key in planned if key in found]
     return Table(header, best, spacing, rows, [key for key in planned if key not in found])
+
+
+def _whole(cell: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A planned cell whose fields have the types that figures and tables rest on."""
+    for name in ("op", "geometry"):
+        text(cell, name, 1)
+    for name in ("batch", "tokens", "cache_bytes"):
+        count(cell, name, 1)
+    for name in ("context", "width", "sources"):
+        if cell.get(name, 0) is not None:
+            count(cell, name, 1)
+    return cell
 
 
 def decide(lines: Sequence[Line]) -> Decision:
@@ -211,21 +132,12 @@ def _row(cell: Mapping[str, Any], number: int, line: Line, best: Mapping[str, Ce
 
 def _judge(row: Row, empty: float | None) -> Iterator[Judged]:
     for figure in FIGURES:
-        if not _meant(figure, row.cell):
+        if not meant(figure, row.cell):
             continue
         for need in figure.needs:
             if need.applies(int(row.cell["batch"]), int(row.cell["cache_bytes"])):
                 state, found = _compare(need, row, empty)
                 yield Judged(figure.row, need.text, state, found)
-
-
-def _meant(figure: Figure, cell: Mapping[str, Any]) -> bool:
-    """Whether a figure is about a cell. Steps of several tokens have no figure of their own."""
-    return (
-        cell["op"] == figure.op
-        and cell["tokens"] == 1
-        and (not figure.widths or cell["width"] in figure.widths)
-    )  # fmt: skip
 
 
 def _compare(need: Need, row: Row, empty: float | None) -> tuple[str, str]:
@@ -282,7 +194,11 @@ def _timing(arm: Mapping[str, Any], times: Sequence[float], number: int) -> Timi
     device = None if device is None else number_of(device, number)
     if not isinstance(arm.get("pdl"), bool):
         raise ValueError(f"line {number}: pdl is no boolean")
-    return Timing(median, low, high, len(times), device, arm["pdl"], text(arm, "note", number))
+    fallbacks = arm.get("fallbacks", [])
+    if not isinstance(fallbacks, list) or not all(isinstance(item, str) for item in fallbacks):
+        raise ValueError(f"line {number}: fallbacks are no texts")
+    note = text(arm, "note", number)
+    return Timing(median, low, high, len(times), device, arm["pdl"], note, tuple(item[:200] for item in fallbacks))
 
 
 def _better(best: dict[str, Ceiling], line: Line, number: int) -> None:

@@ -64,6 +64,16 @@ class FakeMachine(Machine):
         return {"sm_clock_mhz": None, "missing": {"sm_clock_mhz": "no GPU"}}
 
 
+class PeerMachine(FakeMachine):
+    """A fake machine whose workers have made-up peers, too."""
+
+    bootstrap = (
+        f"import sys; sys.path[:0] = [sys.argv[1], {str(Path(__file__).parent)!r}, {str(ROOT)!r}]; import fake_card; "
+        "import fake_chain, fake_peers; fake_card.install(); fake_chain.install(); fake_peers.install(); "
+        "from verify.workers.main import main; main()"
+    )
+
+
 def fake_artifact(
     folder: Path, op: str, geometry: str, image: bytes = b"machine code", entry: str = "kernel"
 ) -> Artifact:

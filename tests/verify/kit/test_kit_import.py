@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from gate_fixtures import commit_all
-from kit_fixtures import ROOT, FakeMachine
+from kit_fixtures import ROOT, FakeMachine, PeerMachine
 
 import reports
 from fasttrack.commands.verify import Judging, judge
@@ -64,7 +64,7 @@ def results(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> P
     head = repo.commit_files(base, {SCHEDULE: ("100644", text)}, "candidate")
     arm = arm_of(repo, head, settings, "h200", workspace.cache)
     manifest = manifest_of(
-        repo, settings, workspace.cache, base=base, head=head, target="h200", tier="smoke", gates=("kernels",),
+        repo, settings, workspace.cache, base=base, head=head, target="h200", tier="smoke", gates=("kernels", "bench"),
         arms={"candidate": arm}, mutants={},
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("kit")
@@ -75,7 +75,7 @@ def results(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> P
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "BUFFER_BYTES", 1 << 28)
-        assert run.session(folder / "K", folder / "R", machine=FakeMachine(), jobs=2) == run.FINE
+        assert run.session(folder / "K", folder / "R", machine=PeerMachine(), jobs=2) == run.FINE
     return folder / "R"
 
 
@@ -101,7 +101,10 @@ def test_results_become_a_bundle_that_verifies(
     assert {reason["code"] for reason in document["verdict"]["unmet"]} == {"path.kit", "perf.kit"}
     check = reports.verify_bundle(Path(document["bundle"]))
     assert check.word is reports.CheckWord.VERIFIED, check.reasons
-    assert "Measured on this machine, through a kit" in reports.render(Path(document["bundle"]), "md")
+    assert any("peer table passed: decided again" in claim.claim for claim in check.claims)
+    text = reports.render(Path(document["bundle"]), "md")
+    assert "Measured on this machine, through a kit" in text
+    assert "Beside peers on the same GPU" in text
 
 
 def test_results_of_another_kit_are_refused(workspace: Workspace, results: Path, tmp_path: Path) -> None:
@@ -116,6 +119,6 @@ def test_results_of_another_kit_are_refused(workspace: Workspace, results: Path,
     make_kit(tmp_path / "K2", replace(manifest, files=listed), files)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "BUFFER_BYTES", 1 << 28)
-        run.session(tmp_path / "K2", tmp_path / "R2", machine=FakeMachine(), jobs=2, minutes=0.01)
+        run.session(tmp_path / "K2", tmp_path / "R2", machine=FakeMachine(), gates=["kernels"], jobs=2, minutes=0.01)
     with pytest.raises(FasttrackError, match=r"compare\.py differs"):
         require_ours(read_results(tmp_path / "R2"), workspace.repo, workspace.settings, workspace.cache)

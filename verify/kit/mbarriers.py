@@ -1,7 +1,8 @@
 """Whether a kernel's machine code has mbarrier instructions, by the image's own table.
 
 ptxas lists their places in `.nv.info.<kernel>` (attribute 0x39, EIATTR_MBARRIER_INSTR_OFFSETS). Read with the standard
-library alone: a kit has no ELF reader, and the images were held to `k3_backend.aot.cuda.cubin` where it was built.
+library alone: a kit has no ELF reader, and the images were read by `k3_backend.aot.cuda.cubin` where it was built. A
+forged table can turn racecheck's errors into a check that was not evaluated, never into a clean one.
 """
 
 from __future__ import annotations

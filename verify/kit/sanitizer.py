@@ -112,20 +112,18 @@ def _run_control(code: Path, name: str, path: str) -> dict[str, Any]:
         status, problem = None, None
         try:
             done = subprocess.run(
-                argv,
-                cwd=code,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT_S,
+                argv, cwd=code, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S,
                 check=False,
-            )
+            )  # fmt: skip
             status = done.returncode
             if status not in (0, ERRORS_STATUS) or "Traceback" in done.stderr:
-                problem = f"status {status}: {done.stderr.strip()[-200:]}"
+                problem = f"status {status}: {''.join(done.stderr.splitlines()[-1:])}"
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = str(error)
-        return judge(_text(log), status, problem, [name])
+        line = judge(_text(log), status, problem, [name])
+        if problem is not None:  # a control that did not compute what it must says nothing about the tool
+            line |= {"status": "not_evaluated", "reason": problem[:300]}
+        return line
 
 
 def _run(kit: KitContext, arm: str, unit: Unit, tool: str, path: str) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _blamed(line: Line, controls: Mapping[str, Line]) -> list[str]:
 def _charged(control: Line) -> set[str]:
     """Kinds of hazards that a race-free control discredits: of races between accesses, and of nothing else."""
     kinds: set[str] = set()
-    for kind in control["hazards"]:
+    for kind in control["hazards"] if control["status"] == "errors" else ():
         severity, _, accesses = str(kind).partition(" ")
         if "-" in accesses:
             kinds.update(f"{weaker} {accesses}" for weaker in _WEAKER[severity])

@@ -12,7 +12,7 @@ import pytest
 from kit_fixtures import FakeMachine, fake_arm, lines_of, write_fake_kit
 from test_kit_run import SETTINGS
 
-from verify.kit import kernels, run
+from verify.kit import kernels, run, sanitizer
 from verify.kit.mbarriers import kernels_with_mbarriers
 from verify.kit.sanitizer import judge
 from verify.protocol.kernels import decide
@@ -79,6 +79,7 @@ def controls(*found: str, absent: str | None = None, kind: str = RACE) -> list[A
         (check(RACE, uses=["clusters"]), controls(RACY, ARRIVAL), "errors"),
         (check(RACE, uses=["mbarriers"]), controls(RACY, INIT), "errors"),
         (check(RACE), controls(RACY, INIT), "not_evaluated"),
+        (check(RACE), [{**line, "status": "not_evaluated"} for line in controls(RACY, ARRIVAL)], "errors"),
         (check(WARNING), controls(RACY), "errors"),
         (check(WARNING), controls(RACY, INIT, kind=WARNING), "not_evaluated"),
         (check(WARNING), controls(RACY, ARRIVAL), "not_evaluated"),
@@ -155,6 +156,23 @@ def test_controls_assemble(name: str, arch: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert kernels_with_mbarriers((tmp_path / "c.cubin").read_bytes()) == ({name} - {RACY})
+
+
+@pytest.mark.parametrize("word", ["racy", "elected_arrival"])
+def test_a_control_that_computes_something_else_says_nothing(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control that is broken on this driver, and discredits the tool or vouches for it."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"""#!/bin/bash
+while [ "${{1#--}}" != "$1" ]; do [ "$1" = --log-file ] && log=$2; shift 2; done
+cp {tmp_path}/hazard "$log"; echo "Traceback" >&2; echo "RuntimeError: {word} computed 7" >&2; exit 86
+""")
+    tool.chmod(0o755)
+    (tmp_path / "hazard").write_text(hazard_log(word))
+    line = sanitizer._run_control(tmp_path, word, str(tool))
+    assert (line["status"], line["hazards"]) == ("not_evaluated", {RACE: 2})
+    assert line["reason"] == f"status 86: RuntimeError: {word} computed 7"
 
 
 FALSE_TOOL = """#!/bin/bash

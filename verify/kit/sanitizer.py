@@ -190,7 +190,11 @@ def judge(text: str, status: int | None, problem: str | None, entries: Sequence[
 
 
 def _counted(text: str, summary: str | None) -> dict[str, Any]:
-    """Errors and warnings by the summary, and racecheck's reports by kind: `error Write-Read`, `error other`."""
+    """Errors and warnings by the summary, and racecheck's reports by kind: `error Read-Write`, `error other`.
+
+    Which access is named first says nothing about time: a write over what was read before is reported as "Write access
+    ... and Read access" as well.
+    """
     counts = {word: int(number) for number, word in _COUNT.findall(summary or "")}
     hazards: Counter[str] = Counter()
     severity = first = ""
@@ -198,7 +202,7 @@ def _counted(text: str, summary: str | None) -> dict[str, Any]:
         if match := _FIRST_ACCESS.search(line):
             severity, first = match[1].lower(), match[2]
         elif match := _NEXT_ACCESS.search(line):
-            hazards[f"{severity} {first}-{match[1]}"] += 1
+            hazards[f"{severity} {'-'.join(sorted((first, match[1])))}"] += 1
         elif _OTHER_ERROR.search(line):
             hazards["error other"] += 1
     return {"errors": counts.get("error", 0), "warnings": counts.get("warning", 0), "hazards": dict(hazards)}

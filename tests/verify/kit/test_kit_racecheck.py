@@ -22,8 +22,8 @@ from verify.workers import race_controls
 ENTRY = "kernel_mla_query"
 ARRIVAL, ANNOUNCEMENT, INIT = CONTROLS[1:]
 BOTH = ["clusters", "mbarriers"]
-RACE = "error Write-Read"
-WARNING = "warning Write-Read"
+RACE = "error Read-Write"
+WARNING = "warning Read-Write"
 
 
 def hazard_log(entry: str, severity: str = "Error") -> str:
@@ -85,7 +85,7 @@ def controls(*found: str, absent: str | None = None, kind: str = RACE) -> list[A
         (check(WARNING), controls(RACY, ARRIVAL), "not_evaluated"),
         (check(RACE), controls(RACY, ARRIVAL, kind=WARNING), "errors"),
         (check("error Write-Write"), controls(RACY, ARRIVAL), "errors"),
-        (check(RACE, "error Read-Write"), controls(RACY, ARRIVAL), "errors"),
+        (check(RACE, "error Write-Write"), controls(RACY, ARRIVAL), "errors"),
         (check(RACE, "error other"), controls(RACY, ARRIVAL), "errors"),
         (check("error other"), controls(RACY, ARRIVAL, kind="error other"), "errors"),
         (check(errors=2), controls(RACY, ARRIVAL), "errors"),
@@ -110,7 +110,14 @@ def test_the_reason_names_the_controls() -> None:
 
 def test_kinds_are_read_from_the_whole_log() -> None:
     """A kind behind the part of the log that is kept, or one that is none of a race."""
-    text = hazard_log(ENTRY) * 30 + "=== Error: Deadlock\n" + hazard_log(ENTRY, "Warning")
+    turned = (
+        hazard_log(ENTRY)
+        .replace("Write access", "W")
+        .replace("Read access", "Write access")
+        .replace(" W ", " Read access ")
+    )
+    assert "between Read access" in turned
+    text = hazard_log(ENTRY) * 29 + turned + "=== Error: Deadlock\n" + hazard_log(ENTRY, "Warning")
     line = judge(text, 86, None, [ENTRY])
     assert (line["status"], line["errors"], line["warnings"]) == ("errors", 0, 1)
     assert line["hazards"] == {RACE: 60, "error other": 1, WARNING: 2}

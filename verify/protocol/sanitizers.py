@@ -29,6 +29,7 @@ RACY = "racy"
 RACE_FREE: Mapping[str, frozenset[str]] = {
     "elected_arrival": frozenset({"mbarriers"}),
     "elected_announcement": frozenset({"mbarriers"}),
+    "elected_release": frozenset({"mbarriers"}),
     "init_then_announce": frozenset({"mbarriers", "clusters"}),
 }
 """Controls without one -> what a kernel has to use before their ordering can be its own."""

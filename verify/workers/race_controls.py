@@ -120,6 +120,40 @@ READ:
 }
 """
 
+ELECTED_RELEASE = """
+.visible .entry elected_release(.param .u64 memory)
+{%SETUP%
+    setp.eq.u32 %done, %thread, 0;
+    @%done mbarrier.init.shared.b64 [%base], 1;
+    @%done mbarrier.init.shared.b64 [%base+8], 1;
+    bar.sync 0;
+    @%other bra READ;
+    add.u32 %cell, %base, 64;
+    @%elected mbarrier.arrive.expect_tx.shared.b64 _, [%base], 128;
+    @%elected cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%cell], [%memory], 128, [%base];
+EMPTY:
+    mbarrier.try_wait.parity.shared.b64 %done, [%base+8], 0;
+    @!%done bra EMPTY;
+    add.u64 %from, %memory, 128;
+    @%elected mbarrier.arrive.expect_tx.shared.b64 _, [%base], 128;
+    @%elected cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%cell], [%from], 128, [%base];
+    ret;
+READ:
+    mbarrier.try_wait.parity.shared.b64 %done, [%base], 0;
+    @!%done bra READ;
+    ld.shared.u32 %first, [%cell];
+    bar.warp.sync 0xffffffff;
+    @%elected mbarrier.arrive.shared.b64 _, [%base+8];
+AGAIN:
+    mbarrier.try_wait.parity.shared.b64 %done, [%base], 1;
+    @!%done bra AGAIN;
+    ld.shared.u32 %value, [%cell];
+    add.u32 %value, %value, %first;
+    st.global.u32 [%to+512], %value;
+    ret;
+}
+"""
+
 INIT_THEN_ANNOUNCE = """
 .visible .entry init_then_announce(.param .u64 memory) .explicitcluster .reqnctapercluster 2
 {%SETUP%
@@ -162,6 +196,7 @@ CONTROLS = {
     "racy": Control(RACY, 1, 2 * WARP, None),
     "elected_arrival": Control(ELECTED_ARRIVAL, 1, 2 * WARP, lambda i: 2 * i + 1000),
     "elected_announcement": Control(ELECTED_ANNOUNCEMENT, 1, 2 * WARP, lambda i: 4 * i),
+    "elected_release": Control(ELECTED_RELEASE, 1, 2 * WARP, lambda i: 2 * i + WARP),
     "init_then_announce": Control(
         INIT_THEN_ANNOUNCE, 2, WARP, lambda i: i % WARP + 1000 * (1 - i // WARP), words=2 * WARP
     ),

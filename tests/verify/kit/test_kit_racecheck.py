@@ -20,7 +20,7 @@ from verify.protocol.sanitizers import CONTROLS, RACY, verdicts
 from verify.workers import race_controls
 
 ENTRY = "kernel_mla_query"
-ARRIVAL, ANNOUNCEMENT, INIT = CONTROLS[1:]
+ARRIVAL, ANNOUNCEMENT, RELEASE, INIT = CONTROLS[1:]
 BOTH = ["clusters", "mbarriers"]
 RACE = "error Read-Write"
 WARNING = "warning Read-Write"
@@ -75,6 +75,7 @@ def controls(*found: str, absent: str | None = None, kind: str = RACE) -> list[A
         (check(RACE), controls(), "errors"),
         (check(RACE), controls(RACY, ARRIVAL), "not_evaluated"),
         (check(RACE), controls(RACY, ANNOUNCEMENT), "not_evaluated"),
+        (check(RACE), controls(RACY, RELEASE), "not_evaluated"),
         (check(RACE, uses=[]), controls(RACY, ARRIVAL, ANNOUNCEMENT, INIT), "errors"),
         (check(RACE, uses=["clusters"]), controls(RACY, ARRIVAL), "errors"),
         (check(RACE, uses=["mbarriers"]), controls(RACY, INIT), "errors"),

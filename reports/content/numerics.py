@@ -14,6 +14,7 @@ from reports import protocols
 from reports.document import Block, Code, Content, Details, Paragraph, Table
 from reports.load import Loaded
 from reports.text import count
+from verify.protocol.sanitizers import verdicts
 
 __all__ = ["kernels_blocks"]
 
@@ -67,9 +68,8 @@ def _beside(lines: list[dict[str, Any]]) -> list[Block]:
     """Memory checkers and planted faults of a record that a GPU machine made."""
     blocks: list[Block] = []
     checks: list[tuple[Content, ...]] = [
-        (Code(str(line["unit"])), str(line["tool"]), str(line["status"]), str(line["summary"] or line["reason"] or "–"))
-        for line in lines
-        if line.get("kind") == "sanitizer"
+        (Code(str(v.line["unit"])), str(v.line["tool"]), v.status, v.reason or str(v.line["summary"] or "–"))
+        for v in verdicts(lines)
     ]
     if checks:
         table = Table("Memory checkers on small calls", ("artifact", "tool", "status", "what it said"), checks)

@@ -31,9 +31,10 @@ from verify.kit.card import CardDevice
 from verify.kit.child import started
 from verify.kit.context import KitContext
 from verify.kit.manifest import Unit
-from verify.kit.sanitizer import check_unit
+from verify.kit.sanitizer import check_control, check_unit
 from verify.protocol.kernels import case_fails
 from verify.protocol.kernels_cuda import EVALUATOR_FAILED, PROTOCOL_ID, REPLAYS
+from verify.protocol.sanitizers import CONTROLS
 
 __all__ = ["run"]
 
@@ -70,11 +71,14 @@ def run(kit: KitContext, arm: str = "candidate") -> None:
 
 
 def _sanitize(kit: KitContext, arm: str) -> None:
-    """Memory checkers over every unit that has no line of them yet."""
-    done = {line["unit"] for line in kit.results.lines(GATE) if line["kind"] == "sanitizer"}
-    failed = {
-        line["unit"] for line in kit.results.lines(GATE) if line["kind"] == "load" and line["failure"] is not None
-    }
+    """Memory checkers over every unit that has no line of them yet, and once over kernels whose races are known."""
+    lines = kit.results.lines(GATE)
+    done = {line["unit"] for line in lines if line["kind"] == "sanitizer"}
+    known = {line["control"] for line in lines if line["kind"] == "sanitizer_control"}
+    failed = {line["unit"] for line in lines if line["kind"] == "load" and line["failure"] is not None}
+
+    def control(name: str) -> None:
+        kit.results.append(GATE, kit.without_folders(check_control(kit, name)))
 
     def check(unit: Unit) -> None:
         why_not = "its images could not be loaded" if unit.key in failed else kit.no_sanitizer
@@ -85,7 +89,9 @@ def _sanitize(kit: KitContext, arm: str) -> None:
     waiting = [unit for unit in kit.manifest.units(arm) if unit.key not in done]
     if not kit.over():
         with ThreadPoolExecutor(max_workers=kit.jobs) as pool:
+            controls = pool.map(control, [name for name in CONTROLS if name not in known])
             list(pool.map(check, waiting))
+            list(controls)
 
 
 def _plan(kit: KitContext, arm: str) -> list[Planned]:

@@ -17,7 +17,7 @@ __all__ = ["ENTRY_POINTS", "closure"]
 ENTRY_POINTS = (
     "verify.kit.run", "verify.workers.main", "verify.workers.card_methods", "verify.workers.cuda_card",
     "verify.workers.half_methods", "verify.workers.cuda_half_card",
-    "verify.workers.chain_methods", "verify.workers.peer_methods",
+    "verify.workers.chain_methods", "verify.workers.peer_methods", "verify.workers.race_controls",
 )  # fmt: skip
 DYNAMIC = (
     "k3_backend/ops/*/reference.py", "k3_backend/ops/*/standard.py", "k3_backend/ops/*/standard_cuda.py",

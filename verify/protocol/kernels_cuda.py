@@ -14,13 +14,13 @@ from typing import Any
 
 from verify.protocol import chain
 from verify.protocol.decision import Finding, Line
+from verify.protocol.sanitizers import SANITIZERS, Verdict, verdicts
 
 __all__ = [
     "EVALUATOR_FAILED",
     "KINDS",
     "PROTOCOL_ID",
     "REPLAYS",
-    "SANITIZERS",
     "Beside",
     "beside",
     "coverage_findings",
@@ -33,14 +33,11 @@ __all__ = [
 
 PROTOCOL_ID = "kernels-cuda/1"
 
-KINDS = ("load", "case", "sanitizer", "mutant")
+KINDS = ("load", "case", "sanitizer", "sanitizer_control", "mutant")
 """Kinds of lines behind the header. A `mutant` line is a case's line, of an arm that must be rejected."""
 
 REPLAYS = 1000
 """Graph replays on the same contents that must give the same bits, for at least one case of each artifact."""
-
-SANITIZERS = ("memcheck", "racecheck", "initcheck")
-"""Tools of compute-sanitizer; each has one line per artifact, which may say why it was not run."""
 
 EVALUATOR_FAILED = "the evaluator failed"
 """How the reason of a case begins that was skipped for no fault of the candidate."""
@@ -138,22 +135,16 @@ class Beside:
 
 
 def beside(header: Line, lines: Sequence[Line], fails: Callable[[Line], bool]) -> Beside:
-    """Judge checkers and mutants.
+    """Judge memory checkers and mutants.
 
     Args:
         header: of the record.
         lines: all of it.
         fails: whether a case's line alone fails the gate.
     """
-    checks = [line for line in lines if line["kind"] == "sanitizer"]
-    errors = tuple(_sanitizer_finding(header, line) for line in checks if line["status"] == "errors")
-    clean = sum(line["status"] == "clean" for line in checks)
-    reasons = sorted({str(line["reason"]) for line in checks if line["status"] == "not_evaluated"})
-    metrics: dict[str, dict[str, Any]] = {
-        "sanitizer_clean": {"value": float(clean), "unit": f"of {len(SANITIZERS) * len(header['artifacts'])} checks"}
-        if clean
-        else {"missing": "; ".join(reasons)[:300] or "no memory checker was run"}
-    }
+    checks = verdicts(lines)
+    errors = tuple(_sanitizer_finding(header, check.line) for check in checks if check.status == "errors")
+    metrics = _sanitizer_metrics(checks, len(SANITIZERS) * len(header["artifacts"]))
     tried: dict[str, list[bool]] = {name: [] for name in header["mutants"]}
     for line in lines:
         if line["kind"] == "mutant":
@@ -164,6 +155,20 @@ def beside(header: Line, lines: Sequence[Line], fails: Callable[[Line], bool]) -
     unrun = tuple(_lacks(header, name, f"mutant {name} was not run") for name, found in tried.items() if not found)
     survived = tuple(_survivor(header, name) for name, found in tried.items() if found and not any(found))
     return Beside(errors, unrun, survived, metrics)
+
+
+def _sanitizer_metrics(checks: Sequence[Verdict], wanted: int) -> dict[str, dict[str, Any]]:
+    """How many checks came to what; those that have no line were not evaluated either."""
+    count = Counter(check.status for check in checks)
+    if not count["clean"] + count["errors"]:
+        reasons = sorted({str(check.reason) for check in checks})
+        return {"sanitizer_clean": {"missing": "; ".join(reasons)[:300] or "no memory checker was run"}}
+    unit = f"of {wanted} checks"
+    return {
+        "sanitizer_clean": {"value": float(count["clean"]), "unit": unit},
+        "sanitizer_not_evaluated": {"value": float(wanted - count["clean"] - count["errors"]), "unit": unit},
+        "sanitizer_errors": {"value": float(count["errors"]), "unit": unit},
+    }
 
 
 def _sanitizer_finding(header: Line, line: Line) -> Finding:

@@ -56,12 +56,17 @@ def rows_of(fault: str) -> int:
     return FIRST_ROWS + list(FAULTS).index(fault)
 
 
+SEPARATE_BYTES = 1 << 28
+
+
 def install() -> None:
     """Make this the card of every session of this process."""
     real = card_methods.load
 
     def load(session: Session, **params: Any) -> dict[str, Any]:
         card_methods.install(session, FakeCard())
+        if params.get("separate"):  # there are no allocations beside the arena
+            params["nbytes"] = SEPARATE_BYTES
         return real(session, **params)
 
     card_methods.METHODS["card.load"] = load

@@ -6,7 +6,7 @@ the fragment layout of `mma.m16n8k16` (see `cute_mma`); B is read from shared me
 
 from cutlass import Float32, Int32, cute
 
-__all__ = ["multiply_boxes"]
+__all__ = ["accumulate_box", "multiply_boxes"]
 
 _SWIZZLE_128B = 1 << 30
 """Bits 62-63 of a descriptor, in its upper half."""
@@ -46,3 +46,33 @@ def multiply_boxes(a: list, boxes: Int32, *, count: int, stride: int, columns: i
         code.append(f"add.s64 b, b, {ahead >> 4};")
     code.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
     return cute.arch.inline_ptx(" ".join(code), write_only_types=[Float32] * (columns // 2), read_only_args=[boxes, *a])
+
+
+def accumulate_box(sums: list, a: Int32, b: Int32, *, columns: int) -> tuple:
+    """Sums + A B of a box of 64 k; returns when they are complete. All threads of a warp group.
+
+    Args:
+        sums: columns / 2 Float32, as `multiply_boxes` returns them.
+        a: shared address, aligned to 1024: 64 rows of 64 k, with 128-byte swizzle.
+        b: likewise, `columns` rows.
+        columns: N, a multiple of 8 up to 256.
+
+    Returns:
+        The new sums.
+    """
+    registers = ", ".join(f"{{$w{i}}}" for i in range(columns // 2))
+    code = ["{ .reg .b64 a, b; .reg .b32 low;"]
+    code += [f"mov.f32 {{$w{i}}}, {{$r{2 + i}}};" for i in range(columns // 2)]
+    code.append("wgmma.fence.sync.aligned;")
+    for name, register in (("a", "{$r0}"), ("b", "{$r1}")):
+        code += [
+            f"bfe.u32 low, {register}, 4, 14;",
+            f"or.b32 low, low, {1 << 16};",
+            f"mov.b64 {name}, {{low, {_SWIZZLE_128B | _EIGHT_ROWS}}};",
+        ]
+    product = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{registers}}}, a, b, 1, 1, 1, 0, 0;"
+    code.append(" add.s64 a, a, 2; add.s64 b, b, 2; ".join([product] * 4))
+    code.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
+    return cute.arch.inline_ptx(
+        " ".join(code), write_only_types=[Float32] * (columns // 2), read_only_args=[a, b, *sums]
+    )

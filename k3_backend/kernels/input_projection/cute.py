@@ -4,11 +4,11 @@ x bf16 [M, K] activation, w bf16 [N, K] constant, out bf16 [M, N]; fp32 sums, on
 All forms keep activations in registers and let weights stream past them; they differ in who holds which activations.
 """
 
-from kernels.input_projection import few_tokens, many_tokens
+from kernels.input_projection import few_tokens, many_tokens, one_tile
 
 from k3_backend.aot.cuda.contract import Choices, Variant
 
-FEW, WARP_GROUP, WARPS = 0, 1, 2
+FEW, WARP_GROUP, WARPS, ONE_TILE = 0, 1, 2, 3
 """Values of `form`."""
 
 
@@ -20,6 +20,14 @@ def variant(c: Choices) -> Variant:
             stages=c["stages"], ctas=c["ctas"],
         )  # fmt: skip
         return Variant((few_tokens.launch(few),), requires=("M <= 512",))
+    if c["form"] == ONE_TILE:
+        if c.blackwell:
+            raise ValueError("form 3 needs wgmma, which only sm_90a has")
+        one = one_tile.Shape(
+            depth=c.geometry.hidden, columns=c["N"], rows=c["rows"], token_tiles=c["token_tiles"], split=c["split"],
+            stages=c["stages"], boxes=c["ctas"],
+        )  # fmt: skip
+        return Variant((one_tile.launch(one),), requires=("M <= 512",))
     if (c["token_tiles"], c["split"], c["ctas"]) != (8, 8, 1):
         raise ValueError("forms 1 and 2 have token_tiles = 8, split = 8, ctas = 1")
     if c["form"] == WARP_GROUP and c.blackwell:

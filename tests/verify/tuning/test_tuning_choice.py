@@ -9,10 +9,12 @@ import pytest
 
 from harness import canonical
 from harness.errors import FasttrackError
+from k3_backend.aot.cuda.launch import CudaError
 from k3_backend.aot.schedule import Bucket, Schedule, Tunable, render
 from verify.kit.store import Results
 from verify.tuning.choose import choose, schedule_of
 from verify.tuning.manifest import RAW, Timed, TuningManifest, read_manifest
+from verify.tuning.measure import DeviceLostError, in_use
 from verify.tuning.receive import read_results
 from verify.tuning.run import broken_points
 from verify.tuning.space import parse_vary, points
@@ -170,3 +172,13 @@ def test_a_point_that_broke_a_context_is_known_to_the_next_session() -> None:
     said = {"kind": "broken", "call": call.key, "tunables": FAST, "said": "the device failed"}
     assert broken_points(manifest(call, timed(16)), [said]) == {call.key: {1: "the device failed"}}
     assert choose(manifest(call), [said, *lines(call, 20.0, None)])[0].point == SLOW
+
+
+def test_a_failure_is_the_points_in_use_and_never_blamed_on_one_for_the_standard_path() -> None:
+    """A point that fails only when it is replayed would end the session without a name, as if all were to blame."""
+    failure = CudaError("unspecified launch failure", where="replay", expected="a result", next="run it again")
+    with pytest.raises(DeviceLostError, match="the device failed: .*unspecified launch failure") as lost, in_use(3):
+        raise failure
+    assert lost.value.index == 3
+    with pytest.raises(CudaError), in_use(None):
+        raise failure

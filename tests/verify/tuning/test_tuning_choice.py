@@ -177,7 +177,7 @@ def test_a_point_that_broke_a_context_is_known_to_the_next_session() -> None:
 def test_a_failure_is_the_points_in_use_and_never_blamed_on_one_for_the_standard_path() -> None:
     """A point that fails only when it is replayed would end the session without a name, as if all were to blame."""
     failure = CudaError("unspecified launch failure", where="replay", expected="a result", next="run it again")
-    with pytest.raises(DeviceLostError, match="the device failed: .*unspecified launch failure") as lost, in_use(3):
+    with pytest.raises(DeviceLostError, match=r"the device failed: .*unspecified launch failure") as lost, in_use(3):
         raise failure
     assert lost.value.index == 3
     with pytest.raises(CudaError), in_use(None):

@@ -119,6 +119,26 @@ def test_buckets_end_at_timed_rows_merge_when_equal_and_name_sizes_only_where_th
     assert "N = 48" in render(found)
 
 
+def test_rows_below_and_above_the_timed_ones_keep_their_buckets() -> None:
+    current = Schedule("input_projection", "k3-slice-tp8", SPACE, (Bucket(4, SLOW), Bucket(128, FAST)))
+    call = timed(16)
+    found = schedule_of(current, choose(manifest(call), lines(call, 20.0, 30.0)))
+    assert found.buckets == (Bucket(16, SLOW), Bucket(128, FAST))
+    found = schedule_of(current, choose(manifest(call), lines(call, 20.0, 10.0)))
+    assert found.buckets == (Bucket(4, SLOW), Bucket(128, FAST))
+
+
+def test_where_no_schedule_was_none_begins_that_is_slower_than_the_standard_path() -> None:
+    """A bucket that nobody had would make calls slower than without it; one below faster rows must stay."""
+    current = Schedule("input_projection", "k3-slice-tp8", SPACE, (Bucket(4, SLOW),))
+    calls = [timed(8, current=None), timed(16, current=None), timed(24, current=None)]
+    medians = (40.0, 20.0, 29.9)  # standard: 30
+    entries = [line for call, us in zip(calls, medians, strict=True) for line in lines(call, us + 1, us)]
+    assert schedule_of(current, choose(manifest(*calls), entries)).buckets == (Bucket(4, SLOW), Bucket(16, FAST))
+    slower = [line for call in calls for line in lines(call, 41.0, 40.0)]
+    assert schedule_of(current, choose(manifest(*calls), slower)).buckets == current.buckets
+
+
 def stored(folder: Path, *, drop: int | None = None) -> TuningManifest:
     """Results of a finished run."""
     call = timed(8)

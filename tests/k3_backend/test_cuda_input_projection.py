@@ -82,7 +82,7 @@ def test_warp_group_products_are_refused_where_the_machine_has_none(tmp_path: Pa
     [
         ("sm_90a", choice(form=1), 168),
         ("sm_90a", choice(form=1, token_tiles=3, stages=10), 112),
-        ("sm_90a", choice(form=1, rows=216, split=4, stages=2), 224),
+        ("sm_90a", choice(form=1, rows=96, stages=5), 112),
         ("sm_90a", choice(form=2), 168),
         ("sm_103a", choice(form=2, n=3648), 168),
         ("sm_90a", choice(n=3648, rows=14, stages=3, ctas=2), 128),

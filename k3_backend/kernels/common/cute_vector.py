@@ -7,7 +7,7 @@ have loads of their own (`cute_mma.load_weight_16b`).
 from cutlass import Float32, Int32, cute
 
 __all__ = [
-    "copy_16b_async", "copy_box", "fetch_map", "load_4xb32", "load_shared_4xb32", "load_shared_4xf32", "send_f32",
+    "copy_16b_async", "copy_box", "load_4xb32", "load_shared_4xb32", "load_shared_4xf32", "send_f32",
     "store_4xb32", "store_4xf32", "store_8b", "store_shared_4xf32",
 ]  # fmt: skip
 
@@ -89,9 +89,3 @@ def copy_box(target: Int32, tensor_map: cute.Pointer, column: Int32, row: Int32,
         "[{$r0}], [{$r1}, {{$r2}, {$r3}}], [{$r4}];",
         read_only_args=[target, tensor_map, column, row, barrier],
     )
-
-
-@cute.jit
-def fetch_map(tensor_map: cute.Pointer) -> None:
-    """Bring a TMA descriptor, not its tensor, into the descriptor cache; may precede the dependency wait."""
-    cute.arch.inline_ptx("prefetch.tensormap [{$r0}];", read_only_args=[tensor_map])

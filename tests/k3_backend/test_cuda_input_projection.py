@@ -20,11 +20,12 @@ from k3_backend.ops import OPS
 
 ROOT = Path(k3_backend.__file__).resolve().parent
 FEW = {"form": 0, "rows": 16, "token_tiles": 1, "split": 2, "stages": 6, "ctas": 1}
-MANY = {"form": 1, "rows": 24, "token_tiles": 8, "split": 8, "stages": 6, "ctas": 1}
+ONE = {"form": 1, "rows": 56, "token_tiles": 8, "split": 2, "stages": 6, "ctas": 1}
+MANY = {"form": 2, "rows": 24, "token_tiles": 8, "split": 8, "stages": 6, "ctas": 1}
 
 
 def choice(n: int = 6288, **changes: int) -> dict[str, Any]:
-    base = FEW if changes.get("form", 0) == 0 else MANY
+    base = (FEW, ONE, MANY)[changes.get("form", 0)]
     return {"tunables": {**base, **changes}, "specialised": {"N": n}}
 
 
@@ -43,12 +44,15 @@ def test_impossible_choices_are_refused_with_a_reason_and_the_others_are_taken(t
         choice(),
         choice(form=1),
         choice(form=2),
-        choice(form=1, split=4),
+        choice(form=2, split=4),
         choice(stages=8),
         choice(ctas=2),
-        choice(form=1, stages=5),
+        choice(form=2, stages=5),
+        choice(form=1, rows=60),
+        choice(form=1, rows=40, token_tiles=2),
+        choice(form=1, ctas=2),
     ]
-    taken, warp_group, warps, split, ring, pair, odd = refusals(tmp_path, "sm_90a", asked)
+    taken, warp_group, warps, split, ring, pair, odd, uneven, short, two = refusals(tmp_path, "sm_90a", asked)
     assert (taken, warp_group, warps) == (None, None, None)
     assert split is not None
     assert "split = 8" in split
@@ -56,6 +60,12 @@ def test_impossible_choices_are_refused_with_a_reason_and_the_others_are_taken(t
     assert "bytes of shared memory, of 232448" in ring
     assert odd is not None
     assert "multiple of 2" in odd
+    assert uneven is not None
+    assert "60 rows" in uneven
+    assert short is not None
+    assert "at least 64 of both" in short
+    assert two is not None
+    assert "ctas = 1" in two
     assert pair is not None
     assert "2 x 177648 bytes" in pair
 
@@ -71,7 +81,8 @@ def test_warp_group_products_are_refused_where_the_machine_has_none(tmp_path: Pa
     ("arch", "chosen", "registers"),
     [
         ("sm_90a", choice(form=1), 168),
-        ("sm_90a", choice(form=1, rows=16, stages=10), 168),
+        ("sm_90a", choice(form=1, token_tiles=3, stages=10), 112),
+        ("sm_90a", choice(form=1, rows=96, stages=5), 112),
         ("sm_90a", choice(form=2), 168),
         ("sm_103a", choice(form=2, n=3648), 168),
         ("sm_90a", choice(n=3648, rows=14, stages=3, ctas=2), 128),

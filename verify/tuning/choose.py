@@ -1,8 +1,9 @@
 """From raw lines to a schedule: per call the fastest right point, and the buckets that follow.
 
 A point replaces the current one only if its median is lower by `MIN_GAIN` and its slowest tenth is below the current
-one's median, so that noise does not move schedules about. Buckets end at the rows that were timed; calls with more rows
-than were timed keep their buckets.
+one's median, so that noise does not move schedules about. Buckets end at the rows that were timed; calls with fewer or
+more rows than were timed keep their buckets. Where no schedule was and, from some number of rows on, the best point is
+not faster than the standard path by `MIN_GAIN`, none begins: the planner then declares the standard path.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ class Choice:
     right: int
     """Points with right numbers."""
     bytes: int
+
+    @property
+    def worth_a_bucket(self) -> bool:
+        """Whether a schedule had one, or the point is faster than the standard path."""
+        return self.timed.current is not None or self.us[1] * MIN_GAIN < self.standard[1]
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -94,11 +100,21 @@ def schedule_of(current: Schedule, choices: Sequence[Choice]) -> Schedule:
 
 
 def _ladder(current: Schedule, sizes: Mapping[str, int], choices: Sequence[Choice]) -> list[Bucket]:
-    """Ascending buckets of calls with these sizes; neighbours with the same values become one."""
+    """Ascending buckets of calls with these sizes; neighbours with the same values become one.
+
+    A bucket covers all rows below it that no other does, so only the last ones can be left out.
+    """
     ordered = sorted(choices, key=lambda choice: choice.timed.rows)
-    top = ordered[-1].timed.rows
-    buckets = [Bucket(choice.timed.rows, dict(choice.point)) for choice in ordered]
-    buckets += [Bucket(b.max_rows, b.values) for b in current.buckets if b.applies(sizes) and b.max_rows > top]
+    while ordered and not ordered[-1].worth_a_bucket:
+        ordered.pop()
+    kept = [Bucket(b.max_rows, b.values) for b in current.buckets if b.applies(sizes)]
+    if ordered:
+        first, last = ordered[0].timed.rows, ordered[-1].timed.rows
+        buckets = [b for b in kept if b.max_rows < first]
+        buckets += [Bucket(choice.timed.rows, dict(choice.point)) for choice in ordered]
+        buckets += [b for b in kept if b.max_rows > last]
+    else:
+        buckets = kept
     merged: list[Bucket] = []
     for bucket in buckets:
         if merged and dict(merged[-1].values) == dict(bucket.values):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from verify.evaluator.inputs import Call, Case, kinds, make
 from verify.protocol.kernels import exceeds
 from verify.tuning.manifest import Timed
 
-__all__ = ["COLD_BYTES", "METHOD", "Bench", "DeviceLostError"]
+__all__ = ["COLD_BYTES", "METHOD", "Bench", "DeviceLostError", "in_use"]
 
 METHOD = "tuning/1"
 KINDS = ("gaussian", "wide", "spikes", "tail")
@@ -95,17 +96,20 @@ class Bench:
             if index in broken:
                 outcomes.append({"wrong": broken[index], "share": None})
                 continue
-            try:
+            with in_use(index):
                 outcomes.append(self._check(timed, index, cases))
-            except (CudaError, torch.AcceleratorError) as error:
-                raise DeviceLostError(index, f"the device failed: {str(error).splitlines()[0][:200]}") from error
         first = cases[0].call
         sets = self._sets(first)
         calls = -(-max(LEAST_CALLS, len(sets)) // len(sets)) * len(sets)
         runs: list[Callable[[int], None]] = [self._standard(first, sets)]
         order = [index for index, outcome in enumerate(outcomes) if outcome["wrong"] is None]
         runs += [self._point(timed, index, first, sets) for index in order]
-        samples = _in_turns([_captured(run, calls) for run in runs], calls)
+        owners = [None, *order]
+        graphs = []
+        for owner, run in zip(owners, runs, strict=True):
+            with in_use(owner):
+                graphs.append(_captured(run, calls))
+        samples = _in_turns(graphs, calls, owners)
         common = {"call": timed.key, "geometry": timed.geometry, "sizes": dict(timed.sizes), "rows": timed.rows}
         common |= {"calls": calls, "input_sets": len(sets), "bytes": _bytes(first)}
         yield {"kind": "standard", **common, "us": samples[0]}
@@ -198,6 +202,21 @@ class Bench:
         return run
 
 
+@contextmanager
+def in_use(index: int | None) -> Iterator[None]:
+    """A failure of the device is this point's; one of the standard path (null) stays what it is.
+
+    Raises:
+        DeviceLostError: the device failed.
+    """
+    try:
+        yield
+    except (CudaError, torch.AcceleratorError) as error:
+        if index is None:
+            raise
+        raise DeviceLostError(index, f"the device failed: {str(error).splitlines()[0][:200]}") from error
+
+
 def _captured(run: Callable[[int], None], calls: int) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
@@ -212,20 +231,28 @@ def _captured(run: Callable[[int], None], calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _in_turns(graphs: Sequence[torch.cuda.CUDAGraph], calls: int) -> list[list[float]]:
-    """Microseconds per call of every replay of every graph."""
+def _in_turns(graphs: Sequence[torch.cuda.CUDAGraph], calls: int, owners: Sequence[int | None]) -> list[list[float]]:
+    """Microseconds per call of every replay of every graph; `owners` are the points whose graphs they are."""
     samples: list[list[float]] = [[] for _ in graphs]
     for turn in range(TURNS):
         for at in range(len(graphs)):
             index = (at + turn) % len(graphs)
-            graphs[index].replay()  # the first one after another graph's does not count
-            for _ in range(REPLAYS):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                begin.record()
-                graphs[index].replay()
-                end.record()
-                end.synchronize()
-                samples[index].append(round(begin.elapsed_time(end) * 1e3 / calls, 4))
+            with in_use(owners[index]):
+                samples[index] += _replayed(graphs[index], calls)
+    return samples
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, calls: int) -> list[float]:
+    """Microseconds per call of `REPLAYS` replays; waits for each, so that a failure shows here."""
+    samples: list[float] = []
+    graph.replay()  # the first one after another graph's does not count
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(round(begin.elapsed_time(end) * 1e3 / calls, 4))
     return samples
 
 

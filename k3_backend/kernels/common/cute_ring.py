@@ -13,7 +13,7 @@ here is one PTX instruction (waits: a loop around one) with the memory order tha
 from cutlass import Float32, Int32, cute
 
 __all__ = [
-    "arrive", "arrive_peer", "bulk_copy", "bulk_send", "expect", "init_barrier", "load_f32x2",
+    "arrive", "arrive_peer", "bulk_copy", "bulk_send", "expect", "init_barrier", "load_f32x2", "load_peer_4xf32",
     "order_generic_before_bulk", "peer", "send_f32x2", "send_f32x4", "store_b32", "store_f32",
     "store_f32x2", "store_zero_16b", "wait", "wait_cluster",
 ]  # fmt: skip
@@ -96,6 +96,16 @@ def load_f32x2(address: Int32) -> tuple:
     """Two consecutive Float32."""
     return cute.arch.inline_ptx(
         "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[address]
+    )
+
+
+@cute.jit
+def load_peer_4xf32(address: Int32) -> tuple:
+    """Four consecutive Float32 at a mapped address; a cluster barrier behind their stores goes before."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[address],
     )
 
 

@@ -7,8 +7,8 @@ have loads of their own (`cute_mma.load_weight_16b`).
 from cutlass import Float32, Int32, cute
 
 __all__ = [
-    "copy_16b_async", "copy_box", "load_4xb32", "load_shared_4xb32", "load_shared_4xf32", "send_f32", "store_4xb32",
-    "store_4xf32", "store_8b", "store_shared_4xf32",
+    "copy_16b_async", "copy_box", "load_4xb32", "load_shared_4xb32", "load_shared_4xf32", "send_f32",
+    "store_4xb32", "store_4xf32", "store_8b", "store_shared_4xf32",
 ]  # fmt: skip
 
 

@@ -4,9 +4,9 @@ A cluster of 8 blocks shares k: block b owns 896 k. Its two warp groups own 448 
 tokens for them, 112 registers per thread, for the whole launch: x is read once per cluster. Weights stream past.
 
     producer   one thread: a slot is half of the block's k of a row tile, 7 TMA boxes [rows, 64 k]: 896 bytes per row
-    groups     D [64 tokens, rows] += A [64, 16 k] B [16 k, rows], 28 steps per slot; B comes straight from the ring,
-               by wgmma or (form 2) ldmatrix and mma.sync. A warp's sums go to their owners by two bulk copies: messages
-               of 16 bytes (st.async) cost about 4 cycles each where they arrive
+    groups     D [64 tokens, rows] += A [64, 16 k] B [16 k, rows], 28 steps per slot, by mma.sync; B comes from the ring
+               by ldmatrix. A warp's sums go to their owners by two bulk copies: messages of 16 bytes (st.async) cost
+               about 4 cycles each where they arrive
     finishers  block b owns tokens 8b .. 8b + 7; a warp per buffer adds the 16 partial sums of a tile in a fixed order,
                hands the buffer back to the cluster, and only then stores: the release would wait for its stores
     clusters   take row tiles in turns; the sums of `BUFFERS` tiles may be under way, which hides their round trip
@@ -34,7 +34,6 @@ from kernels.common.cute_ring import (
     wait_cluster,
 )
 from kernels.common.cute_vector import copy_box, load_4xb32, load_shared_4xf32, store_8b
-from kernels.common.cute_wgmma import multiply_boxes
 
 from k3_backend.aot.cuda.contract import Launch, TensorMap
 
@@ -72,8 +71,6 @@ class Shape:
     """Slots of the ring, an even number: a slot then always serves the same group, whose waits see its phases in order.
     With an odd one, a group may ask for a phase while the one before it, the other group's, has not ended; the parity
     says yes."""
-    warp_group: bool
-    """Multiply by wgmma; else by mma.sync."""
 
     @property
     def width(self) -> int:
@@ -159,9 +156,10 @@ def load_fragments(fragments: cute.Tensor, x: cute.Pointer, token: Int32, m: Int
 
 
 @cute.jit
-def multiply_by_warp(acc: cute.Tensor, fragments: cute.Tensor, boxes: Int32, lane: Int32, *,
-                     shape: cutlass.Constexpr) -> None:  # fmt: skip
-    """The products of `multiply_boxes` for one warp's 16 tokens, by ldmatrix and mma.sync."""
+def multiply(acc: cute.Tensor, fragments: cute.Tensor, boxes: Int32, lane: Int32, *,
+             shape: cutlass.Constexpr) -> None:  # fmt: skip
+    """Acc [width / 8, 4] = products of a slot and a warp's 16 tokens."""
+    acc.fill(0.0)
     row = lane % 8
     for box in cutlass.range_constexpr(BOXES):
         for piece in cutlass.range_constexpr(2):
@@ -174,19 +172,6 @@ def multiply_by_warp(acc: cute.Tensor, fragments: cute.Tensor, boxes: Int32, lan
                 c = mma_m16n8k16(c, tuple(a[4:]), (b[2], b[3]))
                 for i in cutlass.range_constexpr(4):
                     acc[4 * n + i] = c[i]
-
-
-@cute.jit
-def multiply(acc: cute.Tensor, fragments: cute.Tensor, boxes: Int32, lane: Int32, *, shape: cutlass.Constexpr) -> None:
-    """Acc [width / 8, 4] = products of a slot."""
-    if cutlass.const_expr(shape.warp_group):
-        a = [fragments[i] for i in range(16 * BOXES)]
-        sums = multiply_boxes(a, boxes, count=BOXES, stride=shape.box, columns=shape.width)
-        for i in cutlass.range_constexpr(shape.width // 2):
-            acc[i] = sums[i]
-    else:
-        acc.fill(0.0)
-        multiply_by_warp(acc, fragments, boxes, lane, shape=shape)
 
 
 @cute.jit

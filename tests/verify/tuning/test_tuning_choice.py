@@ -9,10 +9,12 @@ import pytest
 
 from harness import canonical
 from harness.errors import FasttrackError
+from k3_backend.aot.cuda.launch import CudaError
 from k3_backend.aot.schedule import Bucket, Schedule, Tunable, render
 from verify.kit.store import Results
 from verify.tuning.choose import choose, schedule_of
 from verify.tuning.manifest import RAW, Timed, TuningManifest, read_manifest
+from verify.tuning.measure import DeviceLostError, in_use
 from verify.tuning.receive import read_results
 from verify.tuning.run import broken_points
 from verify.tuning.space import parse_vary, points
@@ -117,6 +119,26 @@ def test_buckets_end_at_timed_rows_merge_when_equal_and_name_sizes_only_where_th
     assert "N = 48" in render(found)
 
 
+def test_rows_below_and_above_the_timed_ones_keep_their_buckets() -> None:
+    current = Schedule("input_projection", "k3-slice-tp8", SPACE, (Bucket(4, SLOW), Bucket(128, FAST)))
+    call = timed(16)
+    found = schedule_of(current, choose(manifest(call), lines(call, 20.0, 30.0)))
+    assert found.buckets == (Bucket(16, SLOW), Bucket(128, FAST))
+    found = schedule_of(current, choose(manifest(call), lines(call, 20.0, 10.0)))
+    assert found.buckets == (Bucket(4, SLOW), Bucket(128, FAST))
+
+
+def test_where_no_schedule_was_none_begins_that_is_slower_than_the_standard_path() -> None:
+    """A bucket that nobody had would make calls slower than without it; one below faster rows must stay."""
+    current = Schedule("input_projection", "k3-slice-tp8", SPACE, (Bucket(4, SLOW),))
+    calls = [timed(8, current=None), timed(16, current=None), timed(24, current=None)]
+    medians = (40.0, 20.0, 29.9)  # standard: 30
+    entries = [line for call, us in zip(calls, medians, strict=True) for line in lines(call, us + 1, us)]
+    assert schedule_of(current, choose(manifest(*calls), entries)).buckets == (Bucket(4, SLOW), Bucket(16, FAST))
+    slower = [line for call in calls for line in lines(call, 41.0, 40.0)]
+    assert schedule_of(current, choose(manifest(*calls), slower)).buckets == current.buckets
+
+
 def stored(folder: Path, *, drop: int | None = None) -> TuningManifest:
     """Results of a finished run."""
     call = timed(8)
@@ -170,3 +192,13 @@ def test_a_point_that_broke_a_context_is_known_to_the_next_session() -> None:
     said = {"kind": "broken", "call": call.key, "tunables": FAST, "said": "the device failed"}
     assert broken_points(manifest(call, timed(16)), [said]) == {call.key: {1: "the device failed"}}
     assert choose(manifest(call), [said, *lines(call, 20.0, None)])[0].point == SLOW
+
+
+def test_a_failure_is_the_points_in_use_and_never_blamed_on_one_for_the_standard_path() -> None:
+    """A point that fails only when it is replayed would end the session without a name, as if all were to blame."""
+    failure = CudaError("unspecified launch failure", where="replay", expected="a result", next="run it again")
+    with pytest.raises(DeviceLostError, match=r"the device failed: .*unspecified launch failure") as lost, in_use(3):
+        raise failure
+    assert lost.value.index == 3
+    with pytest.raises(CudaError), in_use(None):
+        raise failure

@@ -3,8 +3,10 @@
 A cluster of `cluster` blocks handles one token. Every thread owns `vectors` pieces of 8 columns and keeps them of all
 rows (prefix and saved rows) in registers, packed, from the scores to the mix.
 
-    before the wait   key = res_norm * res_proj as fp32, out_norm to shared memory (all constant); mbarriers
-    after it          all rows at once, 16 bytes per lane and row; p = bf16(p + delta), stored to prefix and saved row
+    before the wait   rows asked for in L2 (`ahead.py`); constants: res_norm, res_proj to registers, out_norm to shared
+                      memory; mbarriers
+    after it          all rows at once, 16 bytes per lane and row; then key = res_norm * res_proj as fp32;
+                      p = bf16(p + delta), stored to prefix and saved row
     exchange 1        per row sum(v * key) and sum(v^2): lanes by shuffles, warps through shared memory, then blocks
     every warp        scores, softmax, its columns of the mix
     exchange 2        sum(mix^2)
@@ -19,7 +21,8 @@ sources 172 KB per token, so that time is latency up to about 64 tokens: one DRA
 number of sources is fixed at compile time: as a run-time number it cost 0.2 us of 1.6 us at four sources (H200, M = 1).
 
 Order of memory: a prefix element is read and written by one thread. The saved row written by this call is read by
-nobody in it, since `p` stands for it in registers. Before the wait no memory but constants is touched.
+nobody in it, since `p` stands for it in registers. Before the wait constants are read, and nothing waits for them
+there: a launch that begins late has them and its rows under way together.
 """
 
 import math
@@ -27,11 +30,13 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
+from kernels.attn_res.ahead import ask_for_rows
+from kernels.attn_res.sums import chained_sum, scatter_sums, scattered
 from kernels.common.cute_cluster import cluster_barrier, open_exchange, wait_exchange
 from kernels.common.cute_mma import load_weight_16b, warp_sum
-from kernels.common.cute_registers import load_16b_if, pack, park_16b, unpack
+from kernels.common.cute_registers import load_16b_if, pack, unpack
 from kernels.common.cute_ring import peer
-from kernels.common.cute_vector import load_4xb32, load_shared_4xb32, send_f32, store_4xb32
+from kernels.common.cute_vector import copy_16b_async, load_4xb32, load_shared_4xb32, send_f32, store_4xb32
 
 from k3_backend.aot.cuda.contract import Choices, Launch, Variant
 
@@ -69,56 +74,6 @@ def rsqrt(x: Float32) -> Float32:
     return cute.arch.inline_ptx("rsqrt.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
-def chained_sum(values) -> Float32:
-    """Sum in four chains: their latencies overlap, few registers are live, and the order is fixed."""
-    chains = list(values[:4])
-    for i, value in enumerate(values[4:]):
-        chains[i % 4] += value
-    while len(chains) > 1:
-        chains = [a + b for a, b in zip(chains[::2], chains[1::2], strict=False)] + chains[len(chains) // 2 * 2 :]
-    return chains[0]
-
-
-def halvings(count: int) -> list[tuple[int, int]]:
-    """(length before, length after) of each of the five steps of `scatter_sums`."""
-    steps = []
-    for _ in range(5):
-        steps.append((count, (count + 1) // 2))
-        count = (count + 1) // 2
-    return steps
-
-
-def scatter_sums(values, lane: Int32) -> Float32:
-    """Sums of up to 32 values over a warp; a lane gets the one that `scattered` names.
-
-    Each step adds pairs of lanes and halves the list: a lane passes on the half that its partner keeps, which takes
-    about one shuffle per value instead of five.
-    """
-    for step, (_, half) in enumerate(halvings(len(values))):
-        upper = (lane & (16 >> step)) != 0
-        kept = []
-        for i in range(half):
-            if i + half < len(values):
-                keep = cutlass.select_(upper, values[i + half], values[i])
-                give = cutlass.select_(upper, values[i], values[i + half])
-            else:
-                keep = give = values[i]
-            kept.append(Float32(keep) + cute.arch.shuffle_sync_bfly(Float32(give), offset=16 >> step))
-        values = kept
-    return values[0]
-
-
-def scattered(count: int, lane: Int32) -> tuple[Int32, Int32]:
-    """(index of the value that a lane holds after `scatter_sums`, 1 unless a lower lane holds it too)."""
-    index, first = Int32(0), Int32(1)
-    for step, (before, half) in reversed(list(enumerate(halvings(count)))):
-        upper = (lane >> (4 - step)) & 1
-        moved = upper * Int32(index + half < before)
-        index += moved * half
-        first *= 1 - upper + moved
-    return index, first
-
-
 @cute.kernel
 def attn_res(
     prefix: cute.Pointer,
@@ -138,6 +93,7 @@ def attn_res(
     sources: cutlass.Constexpr,
     cluster: cutlass.Constexpr,
     vectors: cutlass.Constexpr,
+    ahead: cutlass.Constexpr,
 ):
     """See the module; grid (cluster * tokens)."""
     warps = width // (32 * VECTOR * vectors * cluster)  # of this block
@@ -162,20 +118,27 @@ def attn_res(
 
     # --- constants, and everything that needs no input ------------------------------------------------------------
     cute.arch.griddepcontrol_launch_dependents()
-    key = []
+    row_at = Int64(token) * width
+    token_prefix, token_delta, token_out = prefix + row_at, delta + row_at, out + row_at
+    token_blocks = blocks + row_at * saved
+    if cutlass.const_expr(ahead > 0):
+        warp_at = part * vectors * (32 * VECTOR)
+        ask_for_rows(
+            token_blocks + warp_at, token_prefix + warp_at, token_delta + warp_at, add_delta,
+            lane=lane, width=width, columns=vectors * 32 * VECTOR, sources=sources, with_delta=ahead > 1,
+        )  # fmt: skip
+    norm, proj = [], []
     for v in cutlass.range_constexpr(vectors):
-        norm, proj = unpack(load_weight_16b(res_norm + column[v])), unpack(load_weight_16b(res_proj + column[v]))
-        key += [a * b for a, b in zip(norm, proj, strict=True)]
-        park_16b(gain_s + (v * threads + tid) * 4, load_weight_16b(out_norm + column[v]))
+        norm += load_weight_16b(res_norm + column[v])
+        proj += load_weight_16b(res_proj + column[v])
+        copy_16b_async((gain_s + (v * threads + tid) * 4).toint(), out_norm + column[v])
+    cute.arch.cp_async_commit_group()
     index, first = scattered(2 * rows, lane)
     if cutlass.const_expr(cluster > 1):
         if tid == 0:
             open_exchange(barriers, cluster * rows * 8)
             open_exchange(barriers + 1, cluster * warps * 4)
         cluster_barrier()
-    row_at = Int64(token) * width
-    token_prefix, token_delta, token_out = prefix + row_at, delta + row_at, out + row_at
-    token_blocks = blocks + row_at * saved
     cute.arch.griddepcontrol_wait()
 
     # --- all rows -------------------------------------------------------------------------------------------------
@@ -187,6 +150,7 @@ def attn_res(
         row.append([])
         for v in cutlass.range_constexpr(vectors):
             row[s] += load_4xb32(token_blocks + (s * width + column[v]))
+    key = [a * b for a, b in zip(unpack(norm), unpack(proj), strict=True)]
     moved = pack([a + b for a, b in zip(unpack(p), unpack(d), strict=True)])
     p = [Int32(cutlass.select_(add_delta != 0, new, old)) for new, old in zip(moved, p, strict=True)]
     for v in cutlass.range_constexpr(vectors):
@@ -243,6 +207,7 @@ def attn_res(
 
     # --- norm -----------------------------------------------------------------------------------------------------
     square = warp_sum(chained_sum([m * m for m in mix]))
+    cute.arch.cp_async_wait_group(0)
     gain = [load_shared_4xb32((gain_s + (v * threads + tid) * 4).toint()) for v in range(vectors)]
     if cutlass.const_expr(cluster > 1):
         if lane < cluster:
@@ -284,12 +249,12 @@ def variant(choices: Choices) -> Variant:
                 block=threads,
                 constants={
                     "width": g.hidden, "saved": g.attn_res_blocks, "sources": sources, "cluster": cluster,
-                    "vectors": vectors,
+                    "vectors": vectors, "ahead": choices["ahead"],
                 },
                 cluster=cluster,
                 shared=shared_layout(sources + 1, vectors * threads, warps // cluster, cluster).bytes,
                 min_ctas_per_sm=choices["ctas"],
-                expects=("cluster",) if cluster > 1 else (),
+                expects=(*(("cluster",) if cluster > 1 else ()), *(("prefetch",) if choices["ahead"] else ())),
             ),
         ),
         # Saved rows of the mix are read as they were before the call.

@@ -46,7 +46,7 @@ def test_shared_memory_holds_a_tile_and_more(sizes: ModuleType, rows: int, clust
     inbox_bytes = 512 * plan.slice_fragments * cluster if cluster > 1 else 0
     regions = [
         (plan.barriers, plan.free_barrier + 8),
-        (plan.starts, plan.starts + 4 * (sizes.SHARE + 1)),
+        (plan.starts, plan.starts + 4 * (sizes.STOPS + sizes.MAX_BATCH)),
         (plan.lengths, plan.lengths + 4 * sizes.MAX_BATCH),
         (plan.stats, plan.stats + 8 * rows * cluster),
         (plan.factors, plan.factors + 4 * rows),

@@ -5,7 +5,7 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from kernels.common.cute_vector import load_shared_4xf32
 from kernels.mla_decode.merge import add_parts, add_units, clear_sum, make_sum, place_of, write_fragment
 from kernels.mla_decode.operands import P_SCALE
-from kernels.mla_decode.plan import VALUE
+from kernels.mla_decode.plan import MAX_BATCH, VALUE
 
 __all__ = ["mla_decode_merge"]
 
@@ -23,7 +23,6 @@ def mla_decode_merge(
     partial: cute.Pointer,
     partial_stats: cute.Pointer,
     split: cute.Pointer,
-    batch: Int32,
     clusters: Int32,
     k_scale: Float32,
     *,
@@ -32,7 +31,7 @@ def mla_decode_merge(
     """A warp adds one share of a fragment's partials, the first warp of a fragment adds up the shares.
 
     Block (request, group, part of the fragments). `split`: first chunk of each request in the sequence of all chunks,
-    the sequence's length, chunks per cluster; as the first launch has found them.
+    the chunks behind their last, chunks per cluster; as the first launch has found them.
     """
     request, group, part = cute.arch.block_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -42,8 +41,8 @@ def mla_decode_merge(
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
     start = cute.arch.load(split + request, Int32)
-    stop = cute.arch.load(split + request + 1, Int32)
-    share = cute.arch.load(split + batch + 1, Int32)
+    stop = cute.arch.load(split + (MAX_BATCH + request), Int32)
+    share = cute.arch.load(split + 2 * MAX_BATCH, Int32)
     first = start // share
     count = (stop - 1) // share - first + 1
     if (stop > start) & (count > 1):

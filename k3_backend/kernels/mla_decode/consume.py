@@ -15,7 +15,7 @@ from kernels.common.cute_ring import (
 from kernels.common.cute_vector import load_shared_4xf32, store_4xf32
 from kernels.mla_decode.attend import attend, load_query
 from kernels.mla_decode.merge import add_parts, clear_sum, finish, inbox_parts, make_sum, merge, unit_of
-from kernels.mla_decode.plan import CHUNK, CONSUMERS, K_STEPS, NEG_INF, ROW, SHARE, VALUE, WARP_COLUMNS, WARPS
+from kernels.mla_decode.plan import CHUNK, CONSUMERS, K_STEPS, NEG_INF, ROW, SHARE, STOPS, VALUE, WARP_COLUMNS, WARPS
 from kernels.mla_decode.steps import consumer_barrier
 from kernels.mla_decode.work import shard_rows
 
@@ -71,7 +71,7 @@ def consume(
     segments = Int32(0)
     while position < stop:
         start = starts[request]
-        request_stop = starts[request + 1]
+        request_stop = starts[STOPS + request]
         segment_stop = cutlass.min(request_stop, stop)
         if segment_stop > position:
             size = segment_stop - position
@@ -202,7 +202,7 @@ def write_nothing(
     valid = cutlass.min(plan.all_rows - group * plan.rows, plan.rows)
     request = block
     while request < batch:
-        if starts[request + 1] == starts[request]:
+        if starts[STOPS + request] == starts[request]:
             row = request * plan.all_rows + group * plan.rows
             item = tid
             while item < valid * (VALUE // 8):

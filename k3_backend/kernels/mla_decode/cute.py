@@ -3,6 +3,8 @@
 The rows that all requests must read are cut into chunks of 16, the chunks of all requests form one sequence, and each
 cluster of CTAs takes an equal contiguous part of it, found from `seq_lens` at run time: every CTA has the same work,
 whatever the lengths. A part is a few *segments*, each of one request; the CTAs of a cluster share a segment by chunks.
+Where requests are about equally long, parts begin with requests, so that each is one segment: a second one would cost
+a CTA an exchange and an empty ring, and the workspace a partial result.
 
     4 producer warps  block table -> one bulk copy per cache row, into a ring of chunk slots
     8 warps, E4M3     a tile of 64 rows from the ring to f16, if the cache holds bytes; the slots are free then
@@ -56,6 +58,7 @@ from kernels.mla_decode.plan import (
     PRODUCER_REGISTERS,
     PRODUCERS,
     SHARE,
+    STOPS,
     VALUE,
     WARPS,
     Plan,
@@ -128,10 +131,15 @@ def mla_decode(
     position = share * cluster
     stop = cutlass.min(position + share, chunks)
     request = find_request(starts, batch, position)
+    if position < chunks:  # noqa: SIM102 - no other request may be looked at behind the last
+        if starts[STOPS + request] < starts[request + 1]:  # chunks that do not exist lie between
+            stop = cutlass.min(stop, starts[STOPS + request])
 
     if cutlass.const_expr(plan.merge_split > 0):  # noqa: SIM102
-        if (block + group == 0) & (tid <= batch + 1):
-            split[tid] = starts[tid] if tid <= batch else share
+        if (block + group == 0) & (tid < batch):
+            split[tid] = starts[tid]
+            split[MAX_BATCH + tid] = starts[STOPS + tid]
+            split[2 * MAX_BATCH] = share
     part = (request, position, stop)
     if warp >= WARPS:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -176,7 +184,7 @@ def variant(choices: Choices) -> Variant:
         merge = Launch(
             "mla_decode_merge",
             mla_decode_merge,
-            ("out", "lse", "partial", "partial_stats", "split", "B", Value("clusters", plan.clusters), "k_scale"),
+            ("out", "lse", "partial", "partial_stats", "split", Value("clusters", plan.clusters), "k_scale"),
             ("B", groups, WARPS * plan.warp_fragments * plan.merge_split // plan.merge_warps),
             32 * plan.merge_warps,
             {"plan": plan},
@@ -190,7 +198,7 @@ def variant(choices: Choices) -> Variant:
             Workspace("partial", "f32", f"{units} * {rows * VALUE}"),
             Workspace("partial_stats", "f32", f"{units} * {2 * cluster * rows}"),
             Workspace("arrived", "i32", f"B * {groups * cluster}", zeroed=True),
-            Workspace("split", "i32", f"{MAX_BATCH + 2}"),
+            Workspace("split", "i32", f"{2 * MAX_BATCH + 1}"),
         ),
         (f"B <= {MAX_BATCH}", "kv_lora == 512"),
     )

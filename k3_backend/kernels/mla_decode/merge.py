@@ -9,7 +9,7 @@ from kernels.mla_decode.steps import exp2, finite_base, log2
 
 __all__ = [
     "add_parts", "add_units", "clear_sum", "finish", "inbox_parts", "make_sum", "merge", "place_of", "unit_of",
-    "write_fragment",
+    "unit_parts", "write_fragment",
 ]  # fmt: skip
 
 
@@ -165,6 +165,51 @@ def finish(
 
 
 @cute.jit
+def unit_parts(
+    fragment: Int32,
+    rank: Int32,
+    partials: tuple,
+    units: tuple,
+    begin: Int32,
+    step: cutlass.Constexpr,
+    depth: cutlass.Constexpr,
+    plan: cutlass.Constexpr,
+) -> tuple:
+    """Load a fragment's partials of `depth` clusters that share a request: the `begin`th and every `step`th behind it.
+
+    Args:
+        fragment: of the columns of CTA `rank` of the cluster.
+        rank: see above.
+        partials: fp32 [unit, cluster rank, fragment, lane, 4], a unit being (group, cluster, its first segment or its
+            last), and their statistics [unit, cluster rank, rows, 2].
+        units: first cluster that shares the request, how many do, the request's first chunk, chunks per cluster, the
+            group's first unit.
+        begin: see above.
+        step: see above.
+        depth: see above.
+        plan: sizes.
+
+    Returns:
+        As `add_parts` takes them; those behind the last are empty.
+    """
+    partial, partial_stats = partials
+    first, count, start, share, unit = units
+    lane = cute.arch.lane_idx()
+    row, _ = place_of(fragment, rank, plan)
+    parts = []
+    for k in cutlass.range_constexpr(depth):
+        there = begin + step * k < count
+        at = unit_of(unit, first + cutlass.min(begin + step * k, count - 1), start, share) * plan.cluster + rank
+        stats = load_4xf32_l2(partial_stats + 2 * (at * plan.rows + row + 2 * (lane % 4)), there)
+        tops = [stats[0], stats[2]]
+        if begin + step * k >= count:
+            tops = [Float32(NEG_INF), Float32(NEG_INF)]
+        values = load_4xf32_l2(partial + 4 * ((at * plan.slice_fragments + fragment) * 32 + lane), there)
+        parts.append(((tops[0], stats[1], tops[1], stats[3]), values))
+    return tuple(parts)
+
+
+@cute.jit
 def add_units(
     added: tuple,
     fragment: Int32,
@@ -175,37 +220,10 @@ def add_units(
     step: cutlass.Constexpr,
     plan: cutlass.Constexpr,
 ) -> None:
-    """Add a fragment's partials of every `step`th cluster that shares a request, from the `begin`th on.
-
-    Args:
-        added: as `add_parts` takes it.
-        fragment: of the columns of CTA `rank` of the cluster.
-        rank: see above.
-        partials: fp32 [unit, cluster rank, fragment, lane, 4], a unit being (group, cluster, its first segment or its
-            last), and their statistics [unit, cluster rank, rows, 2].
-        units: first cluster that shares the request, how many do, the request's first chunk, chunks per cluster, the
-            group's first unit.
-        begin: see above.
-        step: see above.
-        plan: sizes.
-    """
-    partial, partial_stats = partials
-    first, count, start, share, unit = units
-    lane = cute.arch.lane_idx()
-    row, _ = place_of(fragment, rank, plan)
+    """Add a fragment's partials of every `step`th cluster from the `begin`th on; arguments as in `unit_parts`."""
     i = begin
-    while i < count:
-        parts = []
-        for k in cutlass.range_constexpr(MERGE_DEPTH):
-            there = i + step * k < count
-            at = unit_of(unit, first + cutlass.min(i + step * k, count - 1), start, share) * plan.cluster + rank
-            stats = load_4xf32_l2(partial_stats + 2 * (at * plan.rows + row + 2 * (lane % 4)), there)
-            tops = [stats[0], stats[2]]
-            if i + step * k >= count:
-                tops = [Float32(NEG_INF), Float32(NEG_INF)]
-            values = load_4xf32_l2(partial + 4 * ((at * plan.slice_fragments + fragment) * 32 + lane), there)
-            parts.append(((tops[0], stats[1], tops[1], stats[3]), values))
-        add_parts(*added, tuple(parts))
+    while i < units[1]:
+        add_parts(*added, unit_parts(fragment, rank, partials, units, i, step, MERGE_DEPTH, plan))
         i += MERGE_DEPTH * step
 
 
@@ -225,18 +243,29 @@ def merge(
     Args:
         out: the request's first output row of the group.
         lse: likewise.
-        partials: as in `add_units`.
-        units: as in `add_units`.
+        partials: as in `unit_parts`.
+        units: as in `unit_parts`.
         rank: of the CTA in its cluster: which columns.
         valid: query rows of the group.
         gain: see `write_fragment`.
         plan: sizes.
     """
     fragment = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    added = make_sum()
+    added = []
+    for _ in cutlass.range_constexpr(plan.merge_fragments):
+        added.append(make_sum())
     while fragment < plan.slice_fragments:
-        row, column = place_of(fragment, rank, plan)
-        clear_sum(*added)
-        add_units(added, fragment, rank, partials, units, Int32(0), 1, plan)
-        write_fragment(out, lse, row, column, valid, *added, gain, plan)
-        fragment += WARPS
+        for f in cutlass.range_constexpr(plan.merge_fragments):
+            clear_sum(*added[f])
+        i = Int32(0)
+        while i < units[1]:
+            parts = []
+            for f in cutlass.range_constexpr(plan.merge_fragments):
+                parts.append(unit_parts(fragment + WARPS * f, rank, partials, units, i, 1, plan.merge_depth, plan))
+            for f in cutlass.range_constexpr(plan.merge_fragments):
+                add_parts(*added[f], parts[f])
+            i += plan.merge_depth
+        for f in cutlass.range_constexpr(plan.merge_fragments):
+            row, column = place_of(fragment + WARPS * f, rank, plan)
+            write_fragment(out, lse, row, column, valid, *added[f], gain, plan)
+        fragment += WARPS * plan.merge_fragments

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 __all__ = [
     "CHUNK", "CONSUMERS", "CONSUMER_REGISTERS", "K_STEPS", "LOG2_E", "MAX_BATCH", "MERGE_DEPTH",
     "NEG_INF", "PITCH", "PRODUCERS", "PRODUCER_REGISTERS", "PRODUCER_STEP", "P_PITCH", "ROW", "SHARE", "SHARED_LIMIT",
-    "SLICES", "S_PITCH", "TABLE_DEPTH", "TILE", "VALUE", "WARPS", "WARP_COLUMNS", "Plan", "cut",
+    "SLICES", "STOPS", "S_PITCH", "TABLE_DEPTH", "TILE", "VALUE", "WARPS", "WARP_COLUMNS", "Plan", "cut",
 ]  # fmt: skip
 
 ROW, VALUE = 576, 512
@@ -34,8 +34,10 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 MAX_BATCH = 128
 SHARE = MAX_BATCH + 1
 """Where the chunks per cluster lie, behind the first chunks of all requests and the sequence's length."""
+STOPS = MAX_BATCH + 4
+"""Where the chunks behind the requests' last ones lie, in the same array."""
 MERGE_DEPTH = 9
-"""Partials of a request that a thread loads at once."""
+"""Partials of a fragment that a thread loads at once, unless it has several fragments."""
 SHARED_LIMIT = 226 * 1024
 """227 KB less what the compiler reserves."""
 LOG2_E = 1.4426950408889634
@@ -130,6 +132,16 @@ class Plan:
         return self.warp_fragments * WARPS // self.cluster
 
     @property
+    def merge_fragments(self) -> int:
+        """Fragments of a warp whose partials the last cluster loads together."""
+        return next(n for n in (4, 2, 1) if self.slice_fragments % (n * WARPS) == 0 or n == 1)
+
+    @property
+    def merge_depth(self) -> int:
+        """Partials of each of them that it loads at once; more than there are cost their instructions all the same."""
+        return MERGE_DEPTH if self.merge_fragments == 1 else 16 // self.merge_fragments
+
+    @property
     def inbox_bytes(self) -> int:
         """What the cluster sends to each CTA per segment: fragments, maxima and sums."""
         return self.cluster * (512 * self.slice_fragments + 8 * self.rows)
@@ -151,13 +163,13 @@ class Plan:
 
     @property
     def starts(self) -> int:
-        """First chunk of each request in the sequence, the sequence's length, chunks per cluster."""
+        """First chunk of each request in the sequence, the sequence's length, chunks per cluster, requests' ends."""
         return 512
 
     @property
     def lengths(self) -> int:
         """Sequence length of each request."""
-        return self.starts + 4 * (MAX_BATCH + 1) + 12
+        return self.starts + 4 * (STOPS + MAX_BATCH)
 
     @property
     def stats(self) -> int:

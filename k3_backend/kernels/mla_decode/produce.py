@@ -3,7 +3,7 @@
 import cutlass
 from cutlass import Int32, Int64, cute
 from kernels.common.cute_ring import bulk_copy, expect, order_generic_before_bulk, store_zero_16b, wait
-from kernels.mla_decode.plan import CHUNK, PRODUCER_STEP, PRODUCERS, ROW, TABLE_DEPTH, WARPS
+from kernels.mla_decode.plan import CHUNK, PRODUCER_STEP, PRODUCERS, ROW, STOPS, TABLE_DEPTH, WARPS
 from kernels.mla_decode.work import shard_rows
 
 __all__ = ["produce"]
@@ -45,7 +45,7 @@ def produce(
     turn = warp - WARPS  # ring slots until this warp's next one
     while position < stop:
         start = starts[request]
-        segment_stop = cutlass.min(starts[request + 1], stop)
+        segment_stop = cutlass.min(starts[STOPS + request], stop)
         if segment_stop > position:
             size = segment_stop - position
             first = position - start + size * rank // plan.cluster

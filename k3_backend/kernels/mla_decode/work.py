@@ -2,7 +2,7 @@
 
 import cutlass
 from cutlass import Int32, cute
-from kernels.mla_decode.plan import CHUNK, MAX_BATCH, SHARE
+from kernels.mla_decode.plan import CHUNK, MAX_BATCH, SHARE, STOPS
 
 __all__ = ["find_request", "plan_work", "shard_rows"]
 
@@ -42,7 +42,11 @@ def plan_work(
     shard: tuple,
     plan: cutlass.Constexpr,
 ) -> None:
-    """One warp: lengths of all requests, where their chunks start in the sequence, and each cluster's share of it."""
+    """One warp: lengths of all requests, where their chunks lie in the sequence, and each cluster's share of it.
+
+    Requests of about the same length get the same number of clusters each, if that makes no share more than an eighth
+    larger: no cluster then has parts of two requests. Between requests the sequence has chunks that do not exist.
+    """
     lane = cute.arch.lane_idx()
     seen = []
     for part in cutlass.range_constexpr(MAX_BATCH // 32):
@@ -50,18 +54,38 @@ def plan_work(
         if 32 * part + lane < batch:
             length = cute.arch.load(seq_lens + 32 * part + lane, Int32)
         seen.append(length)
+    each = clusters // batch
     if lane == 0:
         starts[0] = Int32(0)
-    total = Int32(0)
+    total, longest = Int32(0), Int32(0)
+    counts = []
     for part in cutlass.range_constexpr(MAX_BATCH // 32):
+        count = Int32(0)
         if 32 * part < batch:
-            ends = (shard_rows(seen[part], *shard) + (CHUNK - 1)) // CHUNK
+            count = (shard_rows(seen[part], *shard) + (CHUNK - 1)) // CHUNK
+            ends = count
             for step in cutlass.range_constexpr(5):
                 lower = cute.arch.shuffle_sync_up(ends, offset=1 << step)
                 if lane >= 1 << step:
                     ends += lower
             starts[32 * part + lane + 1] = total + ends
             lengths[32 * part + lane] = seen[part]
+            starts[STOPS + 32 * part + lane] = total + ends
             total += cute.arch.shuffle_sync(ends, offset=31)
+        counts.append(count)
+        longest = cutlass.max(longest, count)
+    least = plan.min_chunks * plan.cluster
+    share = cutlass.max((total + clusters - 1) // clusters, least)
+    if (each > 0) & (share > least):
+        for step in cutlass.range_constexpr(5):
+            longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, offset=1 << step))
+        even = cutlass.max((longest + each - 1) // each, least)
+        if 8 * even <= 9 * share:
+            share = even
+            for part in cutlass.range_constexpr(MAX_BATCH // 32):
+                if 32 * part < batch:
+                    start = (32 * part + lane) * each * share
+                    starts[32 * part + lane + 1] = start + each * share
+                    starts[STOPS + 32 * part + lane] = start + counts[part]
     if lane == 0:
-        starts[SHARE] = cutlass.max((total + clusters - 1) // clusters, plan.min_chunks * plan.cluster)
+        starts[SHARE] = share

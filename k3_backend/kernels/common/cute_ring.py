@@ -13,7 +13,8 @@ here is one PTX instruction (waits: a loop around one) with the memory order tha
 from cutlass import Float32, Int32, cute
 
 __all__ = [
-    "arrive", "arrive_peer", "bulk_copy", "bulk_send", "expect", "init_barrier", "load_f32x2", "load_peer_4xf32",
+    "arrive", "arrive_peer", "bulk_copy", "bulk_copy_once", "bulk_send", "expect", "init_barrier", "load_f32x2",
+    "load_peer_4xf32",
     "order_generic_before_bulk", "peer", "send_f32x2", "send_f32x4", "store_b32", "store_f32",
     "store_f32x2", "store_zero_16b", "wait", "wait_cluster",
 ]  # fmt: skip
@@ -69,6 +70,16 @@ def bulk_copy(target: Int32, source: cute.Pointer, count: Int32, barrier: Int32)
     """Copy bytes (a multiple of 16, both ends aligned to 16) from global to shared memory; completes on the barrier."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, count, barrier],
+    )
+
+
+@cute.jit
+def bulk_copy_once(target: Int32, source: cute.Pointer, count: Int32, barrier: Int32) -> None:
+    """As `bulk_copy`, of bytes that nobody reads again: their lines leave L2 first (evict_first, all of them)."""
+    cute.arch.inline_ptx(
+        "{ .reg .b64 policy; mov.b64 policy, 0x12F0000000000000; cp.async.bulk.shared::cluster.global"
+        ".mbarrier::complete_tx::bytes.L2::cache_hint [{$r0}], [{$r1}], {$r2}, [{$r3}], policy; }",
         read_only_args=[target, source, count, barrier],
     )
 

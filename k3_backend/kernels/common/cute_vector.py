@@ -7,8 +7,8 @@ have loads of their own (`cute_mma.load_weight_16b`).
 from cutlass import Float32, Int32, cute
 
 __all__ = [
-    "copy_16b_async", "copy_box", "load_4xb32", "load_shared_4xb32", "load_shared_4xf32", "send_f32",
-    "store_4xb32", "store_4xf32", "store_8b", "store_shared_4xf32",
+    "copy_16b_async", "copy_box", "load_4xb32", "load_shared_4xb32", "load_shared_4xf32", "send_f32", "store_4xb32",
+    "store_4xf32", "store_4xf32_once", "store_8b", "store_shared_4xf32",
 ]  # fmt: skip
 
 
@@ -26,6 +26,16 @@ def load_4xb32(pointer: cute.Pointer) -> tuple:
 def store_4xf32(pointer: cute.Pointer, values: tuple) -> None:
     """Four consecutive Float32."""
     cute.arch.inline_ptx("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *values])
+
+
+@cute.jit
+def store_4xf32_once(pointer: cute.Pointer, values: tuple) -> None:
+    """As `store_4xf32`, of values that nobody reads soon: their lines leave L2 first (evict_first, all of them)."""
+    cute.arch.inline_ptx(
+        "{ .reg .b64 policy; mov.b64 policy, 0x12F0000000000000; "
+        "st.global.L2::cache_hint.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, policy; }",
+        read_only_args=[pointer, *values],
+    )
 
 
 @cute.jit

@@ -1,21 +1,23 @@
 """KDA decode for T tokens per request, fully fused, as a stream of states through shared memory.
 
-An item is one head of one request, or, in a cluster, a slice of its value rows; each block owns 128 / cluster rows of
-the head's [V, K] fp32 state. Blocks are persistent: each takes a run of items, head-major, so that the constants of a
-head are loaded once per run. Three roles work on different items at the same time, since one item takes several times
+An item is one head of one request, or, in a cluster, a part of its value rows; each block owns 128 / cluster rows of
+the head's [V, K] fp32 state and may walk them in slices, so that the first rows are updated and stored while the last
+ones still come. Blocks are persistent: each takes a run of items, head-major, so that the constants of a head are
+loaded once per run. Three roles work on different items at the same time, since one item takes several times
 as long as its bytes:
 
-    producer warp   per item: slot ids, then bulk copies of the state slice into one ring and of the conv window and the
-                    request's projection pieces into another; a state's place is free again once it is in registers
+    producer warp   per item: slot ids, then bulk copies of the state's slices into one ring and of the conv window and
+                    the request's projection pieces into another; a slice's place is free again once it is in registers
     helper warps    prepare item i + 1: conv + SiLU + l2 norm (a warp each for q, k, v); forget gate F_b f_a by
                     mma.m16n8k16 (tokens are the n8 columns) and the decay. Then finish item i: gated RMSNorm, new conv
                     state
-    state warps     per item and token, with the state in registers and eight lanes per row:
+    state warps     per slice and token, with the state in registers and eight lanes per row:
                     u = beta (v - (S a) k); o = (S a) q + u (k.q); S = S a + u k^T; S to the slot of the token; sums of
                     o^2 to all blocks of the cluster
 
 q, k, decay and beta are computed by every block of a cluster for itself: a few KB of L2 reads against a barrier before
-the recurrence. Before the dependency wait: F_b, conv weights and gate constants of the first item's head, all constant.
+the recurrence. Before the dependency wait: F_b, conv weights and gate constants of the first item's head, all constant;
+and a prefetch of the first slot ids into L2, since everything else waits for them.
 Floor: 64 KB of state per head read, 64 KB per head and token written; the rest of an item is below 40 KB, from L2.
 
 Order of memory.
@@ -34,11 +36,11 @@ outputs stay fp32 here.
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 from kernels.common.cute_ring import arrive, expect, init_barrier, peer, store_f32, wait, wait_cluster
-from kernels.common.cute_vector import load_shared_4xf32, send_f32, store_4xf32
+from kernels.common.cute_vector import send_f32
 from kernels.kda_decode.finish import gated_norm, write_window, write_zeros
 from kernels.kda_decode.plan import BETAS, CONVOLVERS, GATES, HEAD, HELPERS, SUMS, VALUES, Plan
-from kernels.kda_decode.produce import announce_slots, load_slots, produce_pieces, produce_state
-from kernels.kda_decode.steps import compute_decay, convolve, load_head_constants, recur, sigmoid
+from kernels.kda_decode.produce import announce_slots, load_slots, prefetch_slots, produce_pieces, produce_slices
+from kernels.kda_decode.steps import compute_decay, convolve, load_head_constants, load_rows, recur, sigmoid, store_rows
 
 from k3_backend.aot.cuda.contract import Choices, Launch, Variant
 
@@ -64,16 +66,16 @@ def kda_decode(
     *,
     plan: cutlass.Constexpr,
 ):
-    """Blocks of a cluster take the slices of the same items."""
+    """Blocks of a cluster take parts of the same items."""
     heads, width, tokens, cluster, stages = plan.heads, plan.width, plan.tokens, plan.cluster, plan.stages
-    value_rows, groups = plan.value_rows, plan.groups
+    slices = plan.slices
 
     tid, _, _ = cute.arch.thread_idx()
     rank, worker, _ = cute.arch.block_idx()
     _, workers, _ = cute.arch.grid_dim()
     warp = cute.arch.make_warp_uniform(tid // 32)
     lane = tid % 32
-    first_row = rank * value_rows
+    first_row = rank * plan.value_rows
     items = heads * requests
     begin, end = worker * items // workers, (worker + 1) * items // workers
     request, head = begin % requests, begin // requests  # of the item; items are head-major
@@ -87,6 +89,9 @@ def kda_decode(
     prepared = base + plan.values_barriers_at
     used = prepared + 8 * VALUES
     summed = base + plan.sums_barriers_at
+    helper = warp - plan.warps
+    if helper == plan.helpers:
+        prefetch_slots(slots, accepted, request, lane, plan=plan)
     if tid == 0:
         for s in cutlass.range_constexpr(stages):
             init_barrier(state_full + 8 * s, Int32(1))
@@ -100,7 +105,6 @@ def kda_decode(
         for s in cutlass.range_constexpr(SUMS):
             init_barrier(summed + 8 * s, Int32(1))
     cute.arch.mbarrier_init_fence()
-    helper = warp - plan.warps
     cute.arch.sync_threads()
     if cutlass.const_expr(cluster > 1):
         cute.arch.cluster_arrive()
@@ -118,23 +122,32 @@ def kda_decode(
         for item in cutlass.range(begin, end, unroll=1):
             turn = item - begin
             next_request, next_head = following(request, head, requests)
-            p, s = turn % plan.pieces_stages, turn % stages
-            place, state_place = base + plan.pieces_at + p * plan.pieces_stride, base + s * plan.state_bytes
+            p = turn % plan.pieces_stages
+            place = base + plan.pieces_at + p * plan.pieces_stride
             if turn >= plan.pieces_stages:
                 wait(pieces_empty + 8 * p, (turn // plan.pieces_stages - 1) & 1)
             conv_slot, read_slot = announce_slots(slot, kept, place, lane, plan=plan)
             taken = kept
             slot, kept = load_slots(slots, accepted, next_request, lane, plan=plan)
-            if (turn < stages) & (lane == 0):  # the state first: it takes longer
-                produce_state(state, read_slot, head, first_row, state_place, state_full + 8 * s, plan=plan)
+            fresh = (turn + 1) * slices <= stages
+            if fresh:  # a slice first: state takes longer
+                produce_slices(
+                    state, read_slot, head, first_row, turn, base, state_full, state_empty, lane, 0, 1, plan=plan
+                )
             produce_pieces(
                 proj, conv_state, taps, conv_slot, taken, request, head, first_row, place, pieces_full + 8 * p, lane,
                 plan=plan,
             )  # fmt: skip
-            if turn >= stages:
-                wait(state_empty + 8 * s, (turn // stages - 1) & 1)
-                if lane == 0:
-                    produce_state(state, read_slot, head, first_row, state_place, state_full + 8 * s, plan=plan)
+            if fresh:
+                produce_slices(
+                    state, read_slot, head, first_row, turn, base, state_full, state_empty, lane, 1, plan.slices,
+                    plan=plan,
+                )  # fmt: skip
+            else:
+                produce_slices(
+                    state, read_slot, head, first_row, turn, base, state_full, state_empty, lane, 0, plan.slices,
+                    plan=plan,
+                )  # fmt: skip
             request, head = next_request, next_head
     elif helper >= 0:
         tid -= 32 * plan.warps
@@ -210,49 +223,49 @@ def kda_decode(
             last_request, last_head = request, head
             request, head = following(request, head, requests)
     else:
-        row_base, piece = warp * (value_rows // plan.warps) + (lane // 8), lane % 8
+        local_row, piece = warp * (plan.slice_rows // plan.warps) + (lane // 8), lane % 8
         cute.arch.griddepcontrol_wait()
         for item in cutlass.range(begin, end, unroll=1):
             turn = item - begin
-            p, s = turn % plan.pieces_stages, turn % stages
+            p = turn % plan.pieces_stages
             wait(pieces_full + 8 * p, (turn // plan.pieces_stages) & 1)
             pieces = memory + (plan.pieces_at + p * plan.pieces_stride) // 4
             ids = cute.recast_ptr(pieces + plan.slots_at // 4, dtype=Int32)
             values = memory + (plan.values_at // 4 + turn % VALUES * plan.values_floats)
-            sums_s = memory + (plan.sums_at // 4 + turn % SUMS * (tokens * plan.parts) + rank * plan.warps + warp)
-            if ids[0] > 0:
-                betas = cute.recast_ptr(pieces + plan.beta_at // 4, dtype=BFloat16)
-                wait(state_full + 8 * s, (turn // stages) & 1)
-                state_s = memory + (s * plan.state_bytes // 4 + row_base * HEAD + 4 * piece)
-                rows = cute.make_rmem_tensor(16 * groups, Float32)
-                for n in cutlass.range_constexpr(groups):
-                    for j in cutlass.range_constexpr(4):
-                        four = load_shared_4xf32((state_s + (4 * n * HEAD + 32 * j)).toint())
-                        for i in cutlass.range_constexpr(4):
-                            rows[16 * n + 4 * j + i] = four[i]
-                cute.arch.sync_warp()
-                if lane == 0:
-                    arrive(state_empty + 8 * s)
-                wait(prepared + 8 * (turn % VALUES), (turn // VALUES) & 1)
-                for t in cutlass.range(tokens, unroll=1):
-                    beta = sigmoid(betas[t * BETAS + head].to(Float32))
-                    square = recur(rows, values, beta, t, row_base, piece, plan=plan)
-                    send_square(sums_s + t * plan.parts, square, summed + 8 * (turn % SUMS), lane, plan=plan)
-                    target = ids[t]
-                    if target > 0:
-                        new = state + ((Int64(target) * heads + head) * HEAD + first_row + row_base) * HEAD + 4 * piece
-                        for n in cutlass.range_constexpr(groups):
-                            for j in cutlass.range_constexpr(4):
-                                at = 16 * n + 4 * j
-                                four = (rows[at], rows[at + 1], rows[at + 2], rows[at + 3])
-                                store_4xf32(new + (4 * n * HEAD + 32 * j), four)
-            else:
-                wait(state_full + 8 * s, (turn // stages) & 1)  # announced without bytes
-                if lane == 0:
-                    arrive(state_empty + 8 * s)
-                wait(prepared + 8 * (turn % VALUES), (turn // VALUES) & 1)
-                for t in cutlass.range(tokens, unroll=1):  # the peers count these bytes
-                    send_square(sums_s + t * plan.parts, Float32(0.0), summed + 8 * (turn % SUMS), lane, plan=plan)
+            sums_s = memory + (
+                plan.sums_at // 4 + turn % SUMS * (tokens * plan.parts) + rank * slices * plan.warps + warp
+            )
+            for h in cutlass.range(slices, unroll=1):
+                g = turn * slices + h
+                s = g % stages
+                row_base = h * plan.slice_rows + local_row
+                sums_h = sums_s + h * plan.warps
+                if ids[0] > 0:
+                    betas = cute.recast_ptr(pieces + plan.beta_at // 4, dtype=BFloat16)
+                    wait(state_full + 8 * s, (g // stages) & 1)
+                    state_s = memory + (s * plan.state_bytes // 4 + local_row * HEAD + 4 * piece)
+                    rows = cute.make_rmem_tensor(16 * plan.groups, Float32)
+                    load_rows(rows, state_s, plan=plan)
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        arrive(state_empty + 8 * s)
+                    wait(prepared + 8 * (turn % VALUES), (turn // VALUES) & 1)
+                    for t in cutlass.range(tokens, unroll=1):
+                        beta = sigmoid(betas[t * BETAS + head].to(Float32))
+                        square = recur(rows, values, beta, t, row_base, piece, plan=plan)
+                        send_square(sums_h + t * plan.parts, square, summed + 8 * (turn % SUMS), lane, plan=plan)
+                        target = ids[t]
+                        if target > 0:
+                            slot_row = (Int64(target) * heads + head) * HEAD + first_row + row_base
+                            new = state + slot_row * HEAD + 4 * piece
+                            store_rows(rows, new, plan=plan)
+                else:
+                    wait(state_full + 8 * s, (g // stages) & 1)  # announced without bytes
+                    if lane == 0:
+                        arrive(state_empty + 8 * s)
+                    wait(prepared + 8 * (turn % VALUES), (turn // VALUES) & 1)
+                    for t in cutlass.range(tokens, unroll=1):  # the peers count these bytes
+                        send_square(sums_h + t * plan.parts, Float32(0.0), summed + 8 * (turn % SUMS), lane, plan=plan)
             cute.arch.sync_warp()
             if lane == 0:
                 arrive(used + 8 * (turn % VALUES))
@@ -283,7 +296,17 @@ def send_square(sums_s: cute.Pointer, square: Float32, summed: Int32, lane: Int3
 def variant(c: Choices) -> Variant:
     """One launch of persistent blocks, or clusters of them."""
     g = c.geometry
-    plan = Plan(g.heads, g.kda_proj_rows, c["T"], c["cluster"], c["warps"], c["helpers"], c["stages"])
+    plan = Plan(
+        g.heads,
+        g.kda_proj_rows,
+        c["T"],
+        c["cluster"],
+        c["warps"],
+        c["helpers"],
+        c["stages"],
+        c["slices"],
+        c["streamed"] == 1,
+    )
     launch = Launch(
         name="kda_decode",
         kernel=kda_decode,

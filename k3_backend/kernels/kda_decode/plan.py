@@ -33,10 +33,15 @@ class Plan:
     helpers: int
     """Helper warps: with 7 or more, convolution and decay have warps of their own."""
     stages: int
+    """Slices in flight."""
+    slices: int
+    """Parts of a block's rows that are loaded, updated and stored one after the other."""
+    streamed: bool
+    """Whether states leave L2 before other lines, read or written."""
 
     def __post_init__(self) -> None:
-        if self.groups < 1 or self.value_rows % (4 * self.warps):
-            raise ValueError(f"{self.value_rows} value rows do not divide over {self.warps} warps, four at once")
+        if self.groups < 1 or self.slice_rows % (4 * self.warps):
+            raise ValueError(f"{self.slice_rows} value rows do not divide over {self.warps} warps, four at once")
         if self.helpers < GATES:
             raise ValueError(f"{self.helpers} helper warps; the decay takes {GATES}")
 
@@ -48,6 +53,11 @@ class Plan:
     def value_rows(self) -> int:
         """Value rows of one block."""
         return HEAD // self.cluster
+
+    @property
+    def slice_rows(self) -> int:
+        """Value rows of one slice."""
+        return self.value_rows // self.slices
 
     @property
     def channels(self) -> int:
@@ -76,7 +86,7 @@ class Plan:
     @property
     def groups(self) -> int:
         """Value rows per lane of a state warp: it handles four at once."""
-        return self.value_rows // self.warps // 4
+        return self.slice_rows // self.warps // 4
 
     @property
     def first_gate(self) -> int:
@@ -100,8 +110,8 @@ class Plan:
 
     @property
     def state_bytes(self) -> int:
-        """A place of the state ring: the block's rows of a head's state."""
-        return 4 * self.value_rows * HEAD
+        """A place of the state ring: a slice of the block's rows of a head's state."""
+        return 4 * self.slice_rows * HEAD
 
     # A place of the pieces' ring: the conv window [T + 3, channels] bf16, then pieces of the projection rows.
     @property
@@ -137,7 +147,7 @@ class Plan:
     @property
     def pieces_stages(self) -> int:
         """Places of the pieces' ring: those of the states, the item that is computed, and the one that is prepared."""
-        return self.stages + 2
+        return -(-self.stages // self.slices) + 2
 
     @property
     def pieces_at(self) -> int:
@@ -171,12 +181,12 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """Sums of o^2 per token: one of each state warp of the cluster."""
-        return self.cluster * self.warps
+        """Sums of o^2 per token: one of each slice of each state warp of the cluster."""
+        return self.cluster * self.slices * self.warps
 
     @property
     def sums_at(self) -> int:
-        """[SUMS, T, cluster, warps] fp32."""
+        """[SUMS, T, cluster, slices, warps] fp32."""
         return self.values_at + 4 * VALUES * self.values_floats
 
     # mbarriers: full and empty of each place of both rings, then values ready, outputs ready, sums.

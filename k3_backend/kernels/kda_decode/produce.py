@@ -2,10 +2,10 @@
 
 import cutlass
 from cutlass import Int32, Int64, cute
-from kernels.common.cute_ring import arrive, bulk_copy, expect, store_b32
+from kernels.common.cute_ring import arrive, bulk_copy, bulk_copy_once, expect, store_b32, wait
 from kernels.kda_decode.plan import BETAS, HEAD
 
-__all__ = ["announce_slots", "load_slots", "produce_pieces", "produce_state"]
+__all__ = ["announce_slots", "load_slots", "prefetch_slots", "produce_pieces", "produce_slices"]
 
 
 @cute.jit
@@ -19,6 +19,16 @@ def load_slots(slots: cute.Pointer, accepted: cute.Pointer, request: Int32, lane
     if cutlass.const_expr(plan.tokens > 1):
         kept = accepted[request]
     return slot, kept
+
+
+@cute.jit
+def prefetch_slots(slots: cute.Pointer, accepted: cute.Pointer, request: Int32, lane: Int32, *,
+                   plan: cutlass.Constexpr) -> None:  # fmt: skip
+    """Bring a request's slot ids into L2, by one warp: no value is read, so an earlier kernel may still write them."""
+    if lane == 0:
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[slots + request * plan.tokens])
+        if cutlass.const_expr(plan.tokens > 1):
+            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[accepted + request])
 
 
 @cute.jit
@@ -71,10 +81,29 @@ def produce_pieces(
 @cute.jit
 def produce_state(state: cute.Pointer, slot: Int32, head: Int32, first_row: Int32, place: Int32, full: Int32, *,
                   plan: cutlass.Constexpr) -> None:  # fmt: skip
-    """The block's rows of a head's state; nothing for a null request. One thread."""
+    """A slice of a head's state; nothing for a null request. One thread."""
     if slot > 0:
         expect(full, Int32(plan.state_bytes))
         source = state + ((Int64(slot) * plan.heads + head) * HEAD + first_row) * HEAD
-        bulk_copy(place, source, Int32(plan.state_bytes), full)
+        if cutlass.const_expr(plan.streamed):
+            bulk_copy_once(place, source, Int32(plan.state_bytes), full)
+        else:
+            bulk_copy(place, source, Int32(plan.state_bytes), full)
     else:
         arrive(full)
+
+
+@cute.jit
+def produce_slices(state: cute.Pointer, slot: Int32, head: Int32, first_row: Int32, turn: Int32, base: Int32,
+                   full: Int32, empty: Int32, lane: Int32, first: cutlass.Constexpr, last: cutlass.Constexpr, *,
+                   plan: cutlass.Constexpr) -> None:  # fmt: skip
+    """Slices first .. last - 1 of an item, by one warp, each as soon as its place is free."""
+    for h in cutlass.range_constexpr(first, last):
+        g = turn * plan.slices + h
+        s = g % plan.stages
+        if g >= plan.stages:
+            wait(empty + 8 * s, (g // plan.stages - 1) & 1)
+        if lane == 0:
+            produce_state(
+                state, slot, head, first_row + h * plan.slice_rows, base + s * plan.state_bytes, full + 8 * s, plan=plan
+            )

@@ -1,12 +1,21 @@
-"""The maths of one item up to its outputs: convolution, decay, recurrence."""
+"""The maths of one item up to its outputs: convolution, decay, recurrence; and its state rows to and from registers."""
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 from kernels.common.cute_mma import load_weight_16b, mma_m16n8k16, warp_sum
-from kernels.common.cute_vector import copy_16b_async, load_shared_4xb32, load_shared_4xf32
+from kernels.common.cute_vector import (
+    copy_16b_async,
+    load_shared_4xb32,
+    load_shared_4xf32,
+    store_4xf32,
+    store_4xf32_once,
+)
 from kernels.kda_decode.plan import CONVOLVERS, GATES, HEAD, HELPERS
 
-__all__ = ["channel_of", "compute_decay", "convolve", "load_head_constants", "recur", "rsqrt", "sigmoid"]
+__all__ = [
+    "channel_of", "compute_decay", "convolve", "load_head_constants", "load_rows", "recur", "rsqrt", "sigmoid",
+    "store_rows",
+]  # fmt: skip
 
 LOG2_E = 1.4426950408889634
 
@@ -174,3 +183,26 @@ def recur(s: cute.Tensor, values: cute.Pointer, beta: Float32, t: Int32, row_bas
                 s[16 * n + 4 * j + i] += sk[n] * k[i]
     square += cute.arch.shuffle_sync_bfly(square, offset=8)
     return square + cute.arch.shuffle_sync_bfly(square, offset=16)
+
+
+@cute.jit
+def load_rows(rows: cute.Tensor, state_s: cute.Pointer, *, plan: cutlass.Constexpr) -> None:
+    """The lane's pieces [groups, 4, 4] of a slice in shared memory to registers; the pointer is the first one's."""
+    for n in cutlass.range_constexpr(plan.groups):
+        for j in cutlass.range_constexpr(4):
+            four = load_shared_4xf32((state_s + (4 * n * HEAD + 32 * j)).toint())
+            for i in cutlass.range_constexpr(4):
+                rows[16 * n + 4 * j + i] = four[i]
+
+
+@cute.jit
+def store_rows(rows: cute.Tensor, new: cute.Pointer, *, plan: cutlass.Constexpr) -> None:
+    """The lane's pieces from registers to a state; the pointer is the first one's."""
+    for n in cutlass.range_constexpr(plan.groups):
+        for j in cutlass.range_constexpr(4):
+            at = 16 * n + 4 * j
+            four = (rows[at], rows[at + 1], rows[at + 2], rows[at + 3])
+            if cutlass.const_expr(plan.streamed):
+                store_4xf32_once(new + (4 * n * HEAD + 32 * j), four)
+            else:
+                store_4xf32(new + (4 * n * HEAD + 32 * j), four)

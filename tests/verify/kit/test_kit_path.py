@@ -43,7 +43,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_kit(folder: Path, ops: dict[str, str] | None = None, **changes: Any) -> Path:
-    """A kit of the ops of both half-layers and one beside them, whose scope reaches beyond the input projection's schedule."""
+    """A kit of both half-layers' ops and one beside them; its scope reaches beyond the projection's schedule."""
     arm = fake_arm(folder / "arm", ops or PICO, ends={"input_projection": LAST_PROJECTION})
     scope = {"batches": (1, 13), "contexts": (40,), "tier_batches": (1, 13), **changes}
     write_fake_kit(folder / "K", arm, SETTINGS, gates=("path",), **scope)

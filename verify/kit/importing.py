@@ -22,7 +22,7 @@ from verify.kit.artifacts import build_units, units_of
 from verify.kit.build import Arm, describe, kit_files
 from verify.kit.manifest import BEST, CANDIDATE, KitManifest, Unit
 from verify.kit.path_plan import read_choices, require_expected
-from verify.kit.planning import perf_plan
+from verify.kit.planning import perf_plan, rank_geometries
 from verify.kit.planning_bench import bench_plan
 from verify.kit.receive import Received
 from verify.snapshots import JUDGING_PATHS, export_tree
@@ -167,6 +167,8 @@ def manifest_of(
         )  # fmt: skip
         # As JSON has it, so that a manifest that was read equals one that was made.
         plans["perf"] = json.loads(canonical.line(plan.header()))
+    if "path" in gates:
+        plans["path"] = {"geometries": rank_geometries(settings.target(target))}
     if "bench" in gates:
         plans["bench"] = bench_plan(arms[CANDIDATE].artifacts)
     described = describe(

@@ -73,6 +73,7 @@ def _plan(kit: KitContext) -> tuple[Mapping[str, Any], list[Planned]]:
         header = {
             **kit.header(GATE, PROTOCOL_ID, ARM),
             "contexts": list(manifest.contexts),
+            **manifest.plans[GATE],
             "weights_seed": secrets.randbits(62),
             "symbols": symbols(arm),
             "planned": [planned.id for planned in plan],

@@ -95,14 +95,14 @@ def symbols(arm: Arm) -> dict[str, dict[str, list[str]]]:
 
 
 def draw_plan(arm: Arm, manifest: KitManifest) -> list[Planned]:
-    """Draw the cells of every half-layer whose artifacts the kit holds; none for one that lacks an op.
+    """Draw the cells of every claimed half-layer; none for one that lacks an op.
 
     Args:
         arm: the candidate's choices.
-        manifest: batches, T values, contexts and draws of the tier.
+        manifest: batches, T values, contexts and draws of the tier, and the geometries that one GPU runs.
     """
     plan: list[Planned] = []
-    for name, half in judged(manifest.arms["candidate"]):
+    for name, half in judged(manifest.arms["candidate"], manifest.plans["path"]["geometries"]):
         if all(op in arm[name] for op in HALF_LAYERS[half]):
             plan += _cells(arm[name], geometry(name), half, manifest)
     return plan

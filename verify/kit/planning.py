@@ -23,7 +23,7 @@ from verify.kit.manifest import Unit
 from verify.protocol.floors import Traffic
 from verify.protocol.perf_plan import CUDA_PROTOCOL_ID, CellPlan, Claim, Plan, plan_stages
 
-__all__ = ["changed_units", "copies_of", "perf_plan"]
+__all__ = ["changed_units", "copies_of", "perf_plan", "rank_geometries"]
 
 ROTATED_BYTES = 400e6
 """Bytes that one replay moves at least, where `MOST_COPIES` allows: several times the last-level cache."""
@@ -90,6 +90,17 @@ def perf_plan(
     )
     plan.check()
     return plan
+
+
+def rank_geometries(target: Target) -> list[str]:
+    """Geometries whose half-layers one GPU runs: rank shapes of the target's layouts, by name.
+
+    An artifact of another geometry, such as the MLA core of all heads over a DCP shard, claims no half-layer.
+
+    Raises:
+        FasttrackError: a layout has no geometry.
+    """
+    return sorted({_geometry(target, layout).name for layout in target.one_gpu_layouts})
 
 
 def changed_units(candidate: Arm, best: Arm) -> tuple[Unit, ...]:

@@ -10,7 +10,7 @@ from verify.protocol.decision import Finding, Line
 
 __all__ = ["HALF_LAYERS", "PROTOCOL_ID", "coverage", "judged", "lacks", "malformed", "unfinished"]
 
-PROTOCOL_ID = "path-cuda/1"
+PROTOCOL_ID = "path-cuda/2"
 
 Half = Literal["kda", "mla"]
 
@@ -26,15 +26,15 @@ LEAST_REPLAYS = 2
 _KINDS = ("load", "cell", "watermark")
 
 
-def judged(artifacts: Mapping[str, str]) -> tuple[tuple[str, Half], ...]:
+def judged(artifacts: Mapping[str, str], geometries: Sequence[str]) -> tuple[tuple[str, Half], ...]:
     """(geometry, kind of half-layer) that a set of artifacts claims.
 
     Args:
         artifacts: keys `<op>/<arch>/<geometry>`.
+        geometries: the rank shapes that one GPU of the target runs; an artifact of others has no half-layer here.
     """
     held = {(key.split("/")[2], key.split("/")[0]) for key in artifacts}
-    geometries = sorted({geometry for geometry, _ in held})
-    return tuple((name, half) for name in geometries for half, core in _CORE.items() if (name, core) in held)
+    return tuple((name, half) for name in sorted(geometries) for half, core in _CORE.items() if (name, core) in held)
 
 
 def lacks(header: Line, what: str, where: str) -> Finding:
@@ -46,7 +46,7 @@ def lacks(header: Line, what: str, where: str) -> Finding:
 def coverage(header: Line) -> Iterator[Finding]:
     """What the plan should hold and does not."""
     plan = list(header["plan"])
-    claimed = judged(header["artifacts"])
+    claimed = judged(header["artifacts"], header["geometries"])
     if not claimed:
         yield lacks(header, "no artifact of an attention core, so no half-layer to run", "the kit's artifacts")
     for geometry, half in claimed:

@@ -137,6 +137,9 @@ def write_fake_kit(
     """A kit folder of this checkout's sources."""
     arms = {"candidate": arm} if best is None else {"candidate": arm, "best": best}
     target, tier = small(settings, **changes)
+    plans = dict(plans or {})
+    if "path" in gates:
+        plans.setdefault("path", {"geometries": sorted({unit.geometry for unit in arm.artifacts})})
     described = describe(
         target, tier, base="b" * 40, head="c" * 40, trees={"base": "d" * 40, "head": "e" * 40}, gates=gates,
         arms=arms, mutants={}, command="fasttrack verify --candidate c", plans=plans,

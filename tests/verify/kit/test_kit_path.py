@@ -22,10 +22,11 @@ from harness.errors import FasttrackError
 from verify.kit import half_walk, path, run
 from verify.kit.manifest import Unit
 from verify.kit.path_plan import read_choices, require_expected
+from verify.kit.planning import rank_geometries
 from verify.kit.receive import read_results
 from verify.protocol.path import decide
 from verify.protocol.path_cuda import label
-from verify.protocol.path_cuda_record import HALF_LAYERS
+from verify.protocol.path_cuda_record import HALF_LAYERS, judged
 
 SETTINGS = settings.load(ROOT)
 BUFFER = 1 << 27
@@ -69,6 +70,14 @@ def results(kit: Path) -> Path:
         patch.setattr(path, "BUFFER_BYTES", BUFFER)
         assert run.session(kit, out, machine=FakeMachine(), jobs=1) == run.FINE
     return out
+
+
+def test_only_rank_shapes_claim_half_layers() -> None:
+    """The MLA core of all heads, which serves DCP shards, counts as a half-layer that lacks its other ops."""
+    ranks = rank_geometries(SETTINGS.target("h200"))
+    assert ranks == ["k3-slice-tp16", "k3-slice-tp8"]
+    held = {f"mla_decode/sm_90a/{name}": "0" * 64 for name in ("k3", "k3-slice-tp8")}
+    assert judged(held, ranks) == (("k3-slice-tp8", "mla"),)
 
 
 ENDS_PROCESS = {"exits", "hangs"}

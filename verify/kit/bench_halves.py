@@ -38,7 +38,7 @@ def measure(kit: KitContext, arm: str, left: list[dict[str, Any]]) -> None:
     """Measure planned half-layers until none is left or the time is over; a cell that breaks is recorded and left out.
 
     Args:
-        kit: this session.
+        kit: the kit, and the results that lines go to.
         arm: of the kit, whose kernels are ours.
         left: planned cells; takes what is done out of it.
 

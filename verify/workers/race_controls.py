@@ -48,6 +48,32 @@ _SETUP = """
 """
 """What all controls begin with. Two warps; `%other` is true in the second, `%elected` in lane 0 of each."""
 
+_FULL_AND_EMPTY = """\
+    setp.eq.u32 %done, %thread, 0;
+    @%done mbarrier.init.shared.b64 [%base], 1;
+    @%done mbarrier.init.shared.b64 [%base+8], 1;
+    bar.sync 0;
+    @%other bra READ;
+"""
+"""Mbarriers of one slot, full and empty; the second warp is its reader."""
+
+_READ_TWICE = """\
+READ:
+    mbarrier.try_wait.parity.shared.b64 %done, [%base], 0;
+    @!%done bra READ;
+    ld.shared.u32 %first, [%cell];
+    bar.warp.sync 0xffffffff;
+    @%elected mbarrier.arrive.shared.b64 _, [%base+8];
+AGAIN:
+    mbarrier.try_wait.parity.shared.b64 %done, [%base], 1;
+    @!%done bra AGAIN;
+    ld.shared.u32 %value, [%cell];
+    add.u32 %value, %value, %first;
+    st.global.u32 [%to+512], %value;
+    ret;
+"""
+"""Reader: wait until the slot is full, read, let one lane say for the warp that it is empty, and read once more."""
+
 RACY = """
 .visible .entry racy(.param .u64 memory)
 {%SETUP%
@@ -64,12 +90,7 @@ READ:  // nothing has waited for the first warp
 ELECTED_ARRIVAL = """
 .visible .entry elected_arrival(.param .u64 memory)
 {%SETUP%
-    setp.eq.u32 %done, %thread, 0;
-    @%done mbarrier.init.shared.b64 [%base], 1;
-    @%done mbarrier.init.shared.b64 [%base+8], 1;
-    bar.sync 0;
-    @%other bra READ;
-    st.shared.u32 [%cell], %lane;
+%FULL_AND_EMPTY%    st.shared.u32 [%cell], %lane;
     bar.warp.sync 0xffffffff;
     @%elected mbarrier.arrive.shared.b64 _, [%base];
 EMPTY:
@@ -80,20 +101,7 @@ EMPTY:
     bar.warp.sync 0xffffffff;
     @%elected mbarrier.arrive.shared.b64 _, [%base];
     ret;
-READ:
-    mbarrier.try_wait.parity.shared.b64 %done, [%base], 0;
-    @!%done bra READ;
-    ld.shared.u32 %first, [%cell];
-    bar.warp.sync 0xffffffff;
-    @%elected mbarrier.arrive.shared.b64 _, [%base+8];
-AGAIN:
-    mbarrier.try_wait.parity.shared.b64 %done, [%base], 1;
-    @!%done bra AGAIN;
-    ld.shared.u32 %value, [%cell];
-    add.u32 %value, %value, %first;
-    st.global.u32 [%to+512], %value;
-    ret;
-}
+%READ_TWICE%}
 """
 
 ELECTED_ANNOUNCEMENT = """
@@ -123,12 +131,7 @@ READ:
 ELECTED_RELEASE = """
 .visible .entry elected_release(.param .u64 memory)
 {%SETUP%
-    setp.eq.u32 %done, %thread, 0;
-    @%done mbarrier.init.shared.b64 [%base], 1;
-    @%done mbarrier.init.shared.b64 [%base+8], 1;
-    bar.sync 0;
-    @%other bra READ;
-    add.u32 %cell, %base, 64;
+%FULL_AND_EMPTY%    add.u32 %cell, %base, 64;
     @%elected mbarrier.arrive.expect_tx.shared.b64 _, [%base], 128;
     @%elected cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%cell], [%memory], 128, [%base];
 EMPTY:
@@ -138,20 +141,7 @@ EMPTY:
     @%elected mbarrier.arrive.expect_tx.shared.b64 _, [%base], 128;
     @%elected cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%cell], [%from], 128, [%base];
     ret;
-READ:
-    mbarrier.try_wait.parity.shared.b64 %done, [%base], 0;
-    @!%done bra READ;
-    ld.shared.u32 %first, [%cell];
-    bar.warp.sync 0xffffffff;
-    @%elected mbarrier.arrive.shared.b64 _, [%base+8];
-AGAIN:
-    mbarrier.try_wait.parity.shared.b64 %done, [%base], 1;
-    @!%done bra AGAIN;
-    ld.shared.u32 %value, [%cell];
-    add.u32 %value, %value, %first;
-    st.global.u32 [%to+512], %value;
-    ret;
-}
+%READ_TWICE%}
 """
 
 INIT_THEN_ANNOUNCE = """
@@ -179,6 +169,8 @@ WAIT:
 }
 """
 
+_PARTS = {"%SETUP%": _SETUP, "%FULL_AND_EMPTY%": _FULL_AND_EMPTY, "%READ_TWICE%": _READ_TWICE}
+
 
 @dataclass(frozen=True)
 class Control:
@@ -205,7 +197,10 @@ CONTROLS = {
 
 def ptx(name: str) -> str:
     """The whole text of a control."""
-    return _HEAD + CONTROLS[name].text.replace("%SETUP%", _SETUP)
+    text = CONTROLS[name].text
+    for mark, part in _PARTS.items():
+        text = text.replace(mark, part)
+    return _HEAD + text
 
 
 def main(name: str) -> None:
